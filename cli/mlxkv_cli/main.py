@@ -1,0 +1,119 @@
+"""The `mlxkv` command: the tree of commands, and the one place where an error becomes a sentence and an exit code.
+
+0    done
+1    a negative answer, or it could not be done
+2    wrong usage
+130  stopped with Ctrl-C
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import os
+import sys
+from types import TracebackType
+from typing import Annotated, Any
+
+import typer
+import typer.core
+import typer.main
+
+from mlxkv.core.errors import MlxkvError
+from mlxkv_cli.commands import doctor
+from mlxkv_cli.options import examples
+from mlxkv_cli.output import Output
+
+
+class Tree(typer.core.TyperGroup):
+    """A group whose help lists what is inside its groups too, so that the whole tree is on one screen."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names: list[str] = []
+        for name in super().list_commands(ctx):
+            command = super().get_command(ctx, name)
+            inner = command.list_commands(ctx) if isinstance(command, typer.core.TyperGroup) else []
+            names += [f"{name} {verb}" for verb in inner] or [name]
+        return names
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        name, _, verb = cmd_name.partition(" ")
+        command = super().get_command(ctx, name)
+        if not verb or not isinstance(command, typer.core.TyperGroup):
+            return command
+        inner = copy.copy(command.get_command(ctx, verb))
+        if inner is not None:
+            inner.name = cmd_name
+        return inner
+
+
+app = typer.Typer(
+    cls=Tree,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=examples("mlxkv demo", "mlxkv doctor", "mlxkv COMMAND --help"),
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        Output().result(f"mlxkv {importlib.metadata.version('mlxkv')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """A KV cache for language models on Apple silicon that never computes the same prompt twice."""
+
+
+# The order here is the order on the screen.
+app.command(epilog=examples("mlxkv doctor", "mlxkv doctor --json"))(doctor.doctor)
+
+
+def main() -> int:
+    """The entry point: an error nobody foresaw is one sentence too, unless MLXKV_DEBUG=1."""
+    if not _debugging():
+        sys.excepthook = _one_sentence
+    return run(sys.argv[1:])
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line; `arguments` are those after `mlxkv`. Returns the exit code."""
+    output = Output()
+    try:
+        code = typer.main.get_command(app).main(arguments, prog_name="mlxkv", standalone_mode=False)
+    except MlxkvError as error:
+        if _debugging():
+            raise
+        output.say(f"mlxkv: {error}")
+        return error.exit_code
+    except typer.TyperException as error:  # wrong usage; the message is empty when the help was the answer
+        if message := error.format_message().rstrip():
+            stop = "" if message.endswith((".", "?", "!")) else "."
+            output.say(f"mlxkv: {message}{stop} To see what is possible, add --help")
+        return error.exit_code
+    except typer.Abort:  # Ctrl-C or Ctrl-D at a question
+        output.say("Nothing was changed.")
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def _debugging() -> bool:
+    return os.environ.get("MLXKV_DEBUG") == "1"
+
+
+def _one_sentence(kind: type[BaseException], error: BaseException, _where: TracebackType | None) -> None:
+    """What a user sees of an error nobody foresaw, in place of the traceback."""
+    if not issubclass(kind, KeyboardInterrupt):
+        Output().say(f"mlxkv: unexpected {kind.__name__}: {error}. To see where, set MLXKV_DEBUG=1 and run it again")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""BLAS, open files, durability: asked of the real machine, in a process of its own where they change the process."""
+
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from mlxkv.core import platform
+from mlxkv.core.platform import (
+    default_cache_dir,
+    load_fast_blas,
+    machine_description,
+    physical_bytes,
+    process_is_alive,
+    sync_file,
+    sync_file_fully,
+)
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS brings Accelerate")
+
+
+def run(code: str, **environment: str) -> str:
+    """What a new Python process prints for `code`."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+REPORT = """
+    from mlxkv.core.platform import load_fast_blas
+    report = load_fast_blas()
+    print(report.name, report.path, report.why, report.fix, report.warning, sep="|")
+"""
+
+
+def test_the_module_does_not_import_mlx():
+    assert (
+        run("import sys, mlxkv.core.platform; print('mlx' in sys.modules, 'mlx.core' in sys.modules)") == "False False"
+    )
+
+
+def test_the_library_is_looked_for_once():
+    assert load_fast_blas() is load_fast_blas()
+
+
+@pytest.mark.skipif(sys.platform != "darwin", reason="macOS only")
+def test_on_macos_it_is_accelerate():
+    assert load_fast_blas().name == "Accelerate"
+
+
+@on_linux
+def test_mlxkv_blas_none_leaves_mlx_alone_and_nothing_to_fix():
+    assert run(REPORT, MLXKV_BLAS="none") == "None|None|switched off by MLXKV_BLAS=none|None|None"
+
+
+@on_linux
+def test_a_path_that_cannot_be_loaded_is_a_warning_that_ends_in_what_to_do():
+    name, path, why, fix, warning = run(REPORT, MLXKV_BLAS="/nowhere/libblas.so").split("|")
+    assert (name, path, fix) == ("None", "None", "unset MLXKV_BLAS")
+    assert "/nowhere/libblas.so cannot be loaded" in why
+    assert warning.endswith("unset MLXKV_BLAS")
+
+
+@on_linux
+def test_a_library_without_cblas_sgemm_is_not_taken_for_a_blas():
+    name, _, why, _, _ = run(REPORT, MLXKV_BLAS="libm.so.6").split("|")
+    assert name == "None"
+    assert "no cblas_sgemm" in why
+
+
+@on_linux
+def test_after_mlx_it_is_too_late_and_the_report_says_so():
+    name, _, why, fix, _ = run("import mlx.core\n" + textwrap.dedent(REPORT), MLXKV_BLAS="").split("|")
+    assert (name, why, fix) == ("None", "mlx.core was imported before mlxkv", "import mlxkv before mlx")
+
+
+@on_linux
+def test_what_was_loaded_is_what_the_rest_of_the_process_links_to():
+    printed = run(
+        """
+        import ctypes
+        from mlxkv.core.platform import load_fast_blas
+        report = load_fast_blas()
+        def address(library):
+            return ctypes.cast(ctypes.CDLL(library).cblas_sgemm, ctypes.c_void_p).value
+        print(report.path is None or address(None) == address(report.path), report.path)
+        """,
+        MLXKV_BLAS="",
+    )
+    same, path = printed.split(maxsplit=1)
+    if path == "None":
+        pytest.skip("no fast BLAS on this machine")
+    assert same == "True"
+    assert Path(path).is_file()
+
+
+@on_linux
+def test_with_a_gpu_no_blas_is_loaded_and_nothing_needs_fixing(tmp_path, monkeypatch):
+    monkeypatch.setattr(platform, "_NVIDIA", (str(tmp_path),))
+    monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
+    monkeypatch.delenv("MLXKV_BLAS", raising=False)
+    report = load_fast_blas.__wrapped__()
+    assert (report.name, report.fix) == (None, None)
+    assert "GPU" in report.why
+
+
+@on_linux
+def test_a_wheel_that_does_not_load_is_named_with_the_command_that_mends_it(tmp_path, monkeypatch):
+    wheel = tmp_path / "cmeel.prefix" / "lib" / "libopenblas.so.0"
+    wheel.parent.mkdir(parents=True)
+    wheel.write_bytes(b"not a library")
+    monkeypatch.setattr(platform, "_candidates", lambda *_: [(str(wheel), "the wheel cmeel-openblas")])
+    monkeypatch.setattr(platform, "_NVIDIA", ())
+    monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
+    monkeypatch.delenv("MLXKV_BLAS", raising=False)
+    report = load_fast_blas.__wrapped__()
+    assert report.name is None
+    assert "the wheel cmeel-openblas cannot be loaded" in report.why
+    assert "install" in report.fix
+
+
+def test_wheels_are_tried_before_the_system_and_only_when_they_are_there(tmp_path):
+    site, prefix = tmp_path / "site-packages", tmp_path / "prefix"
+    assert [origin for _, origin in platform._candidates([str(site)], str(prefix))] == ["the system's OpenBLAS"]
+    openblas, mkl = site / "cmeel.prefix" / "lib" / "libopenblas.so.0", prefix / "lib" / "libmkl_rt.so.3"
+    for library in (openblas, mkl):
+        library.parent.mkdir(parents=True)
+        library.touch()
+    found = [library for library, _ in platform._candidates(["", str(site)], str(prefix))]
+    assert found == [str(mkl), str(openblas), "libopenblas.so.0"]
+
+
+def may_raise_a_hard_limit() -> bool:
+    """Whether this user may: root, unless a container took the right away."""
+    printed = run(
+        """
+        import resource
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, soft - 1))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        except ValueError:
+            print("no")
+        """
+    )
+    return printed != "no"
+
+
+LIMITS = """
+    import os, resource
+    from mlxkv.core.platform import keep_open_files_limit, open_files_limit, raise_open_files_limit
+    resource.setrlimit(resource.RLIMIT_NOFILE, {before})
+    if {drop_root} and os.geteuid() == 0:
+        os.setuid(65534)
+    with keep_open_files_limit() as before:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, 4096))  # what `import mlx_lm` does
+    print(*before, *open_files_limit())
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((1024, 20000), (8192, 20000)), ((10000, 20000), (10000, 20000)), ((300, 5000), (5000, 5000))]
+)
+def test_who_may_gets_the_hard_limit_back_and_never_a_lower_soft_one(before, after):
+    if not may_raise_a_hard_limit():
+        pytest.skip("this user may not raise a hard limit again")
+    assert run(LIMITS.format(before=before, drop_root=False)) == " ".join(map(str, before + after))
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 4096, reason="the hard limit is lower already")
+def test_others_keep_as_many_open_files_as_they_still_may():
+    assert run(LIMITS.format(before=(1024, 4096), drop_root=True)) == "1024 4096 4096 4096"
+
+
+def test_the_limit_is_put_back_when_the_body_fails():
+    printed = run(
+        """
+        import resource
+        from mlxkv.core.platform import keep_open_files_limit, open_files_limit
+        before = open_files_limit()
+        try:
+            with keep_open_files_limit():
+                resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+                raise ImportError("no mlx_lm")
+        except ImportError:
+            print(open_files_limit().soft >= before.soft)
+        """
+    )
+    assert printed == "True"
+
+
+def test_raising_the_limit_stops_at_the_hard_one():
+    printed = run(
+        """
+        import resource
+        from mlxkv.core.platform import raise_open_files_limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
+        print(*raise_open_files_limit(300), *raise_open_files_limit(10**6), *raise_open_files_limit(10))
+        """
+    )
+    assert printed == "300 512 512 512 512 512"
+
+
+@on_linux
+def test_the_default_cache_root_follows_the_users_setting(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "mlxkv" / "blocks"
+
+
+def test_the_machine_is_described_in_one_line():
+    machine = machine_description()
+    assert machine.cpu
+    assert machine.cores >= 1
+    assert machine.memory_bytes > 2**28
+    assert "\n" not in str(machine)
+    assert f"{machine.cores} cores" in str(machine)
+
+
+@pytest.mark.parametrize("sync", [sync_file, sync_file_fully])
+def test_syncing_leaves_the_bytes_and_a_closed_file_is_an_error(sync, tmp_path):
+    path = tmp_path / "block"
+    with open(path, "wb", buffering=0) as file:
+        file.write(b"kv")
+        sync(file.fileno())
+        closed = file.fileno()
+    assert path.read_bytes() == b"kv"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        sync(closed)
+
+
+def test_a_hole_takes_no_room_and_written_bytes_do(tmp_path):
+    hole, full = tmp_path / "hole", tmp_path / "full"
+    with open(hole, "wb") as file:
+        file.truncate(2**20)
+    full.write_bytes(os.urandom(2**20))
+    with open(full, "rb") as file:
+        os.fsync(file.fileno())  # some file systems count blocks only then
+    assert physical_bytes(hole.stat()) < 2**20
+    assert physical_bytes(full.stat()) >= 2**20
+
+
+def test_a_process_is_alive_until_it_has_ended():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert process_is_alive(child.pid)
+    child.communicate(b"\n")
+    assert not process_is_alive(child.pid)
+
+
+@pytest.mark.parametrize(("pid", "alive"), [(1, True), (os.getpid(), True), (0, False), (-1, False), (2**70, False)])
+def test_a_number_that_is_no_process_is_not_alive(pid, alive):
+    assert process_is_alive(pid) is alive
