@@ -1,0 +1,142 @@
+"""One sequence from prompt to reply, through the block cache. The caller's thread owns MLX while it iterates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxkv.cache.block_log import RequestEvent
+from mlxkv.core.errors import UsageError
+from mlxkv.models.block_cache import BlockCache, CachedSequence
+from mlxkv.models.loader import on_cpu
+
+CPU_CHUNK_TOKENS = 256
+GPU_CHUNK_TOKENS = 2048
+"""A CPU prefills small chunks faster (scores of a chunk stay in its caches); a GPU wants large ones."""
+
+Sampler = Callable[[mx.array], mx.array]
+"""Log-probabilities [1, vocabulary] -> token [1]; one of mlx-lm's."""
+Progress = Callable[[int, int], None]
+"""Called with prompt tokens done and prompt tokens in all, restored ones included."""
+
+
+@dataclass
+class Generation:
+    """An iterator of token ids; `event` is the request's line once it has ended, however it ended.
+
+    Closing it (or leaving the loop and calling `close`) commits what is full and lets go of the pins.
+    """
+
+    sequence: CachedSequence
+    _tokens: Iterator[int]
+    event: RequestEvent | None = field(default=None)
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            yield from self._tokens
+        finally:
+            self.close()
+
+    def close(self) -> RequestEvent:
+        """End the request now."""
+        if self.event is None:
+            self.event = self.sequence.finish()
+        return self.event
+
+
+def generate(
+    module: nn.Module,
+    cache: BlockCache,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    sampler: Sampler,
+    stop_tokens: frozenset[int] = frozenset(),
+    chunk_tokens: int | None = None,
+    salt: str = "",
+    on_progress: Progress | None = None,
+) -> Generation:
+    """Restore the longest held prefix of `prompt`, compute the rest, and sample up to `max_tokens`.
+
+    A token in `stop_tokens` ends the reply and is not yielded. Full blocks are published after every chunk and as
+    they fill, so an aborted request leaves its work behind.
+
+    Args:
+        chunk_tokens: prompt tokens a step; chunks are cut at absolute multiples of it, so that a cold and a warm run
+            cut at the same places.
+
+    Raises:
+        UsageError: an empty prompt, or `max_tokens` below 1.
+    """
+    if max_tokens < 1:
+        raise UsageError(f"max tokens is {max_tokens}; ask for at least 1.")
+    chunk = chunk_tokens or (CPU_CHUNK_TOKENS if on_cpu() else GPU_CHUNK_TOKENS)
+    sequence = cache.start(prompt, salt=salt)
+    tokens = _run(module, sequence, prompt, max_tokens, sampler, stop_tokens, chunk, on_progress or _ignore)
+    return Generation(sequence, tokens)
+
+
+def _run(
+    module: nn.Module,
+    sequence: CachedSequence,
+    prompt: Sequence[int],
+    max_tokens: int,
+    sampler: Sampler,
+    stop_tokens: frozenset[int],
+    chunk_tokens: int,
+    on_progress: Progress,
+) -> Iterator[int]:
+    prefill(module, sequence, prompt, chunk_tokens, on_progress)
+    token = _step(module, sequence.prompt_cache, mx.array(prompt[-1:]), sampler)
+    mx.async_eval(token)
+    for count in range(1, max_tokens + 1):
+        # The next step is queued before this token is read, so the device never waits for Python.
+        following = _step(module, sequence.prompt_cache, token, sampler) if count < max_tokens else None
+        if following is not None:
+            mx.async_eval(following)
+        value = int(token.item())
+        if count == 1:
+            sequence.first_token()
+            on_progress(len(prompt), len(prompt))
+        sequence.extend(value)
+        if value in stop_tokens:
+            return
+        yield value
+        sequence.commit()
+        if following is None:
+            return
+        token = following
+
+
+def prefill(
+    module: nn.Module, sequence: CachedSequence, prompt: Sequence[int], chunk_tokens: int, on_progress: Progress
+) -> None:
+    """Compute all prompt tokens but the last that are not held, and publish every full block as it is there."""
+    started = time.perf_counter()
+    first, last = sequence.held, len(prompt) - 1
+    at = first
+    on_progress(at, len(prompt))
+    while at < last:
+        stop = min((at // chunk_tokens + 1) * chunk_tokens, last)
+        module(mx.array(prompt[at:stop])[None], cache=sequence.prompt_cache)
+        mx.eval([cache.state for cache in sequence.prompt_cache])
+        at = stop
+        sequence.commit()
+        mx.clear_cache()
+        on_progress(at, len(prompt))
+    sequence.prefilled(at - first, time.perf_counter() - started)
+
+
+def _step(module: nn.Module, prompt_cache: list[Any], token: mx.array, sampler: Sampler) -> mx.array:
+    """Queue one forward pass of `token` [1] and the sampling of the next; nothing is evaluated."""
+    logits = module(token[None], cache=prompt_cache)[:, -1, :]
+    return sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+
+
+def _ignore(done: int, total: int) -> None:
+    del done, total
