@@ -20,7 +20,7 @@ import typer.core
 import typer.main
 
 from mlxkv.core.errors import MlxkvError
-from mlxkv_cli.commands import doctor
+from mlxkv_cli.commands import cache, chat, demo, doctor
 from mlxkv_cli.options import examples
 from mlxkv_cli.output import Output
 
@@ -74,6 +74,13 @@ def _root(
 
 
 # The order here is the order on the screen.
+app.command(epilog=examples("mlxkv demo", "mlxkv demo --json"))(demo.demo)
+app.command(
+    epilog=examples(
+        "mlxkv chat smollm2-135m", 'mlxkv chat smollm2-135m --prompt "What is the capital of France?" --json'
+    )
+)(chat.chat)
+app.add_typer(cache.app, name="cache")
 app.command(epilog=examples("mlxkv doctor", "mlxkv doctor --json"))(doctor.doctor)
 
 

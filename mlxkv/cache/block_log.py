@@ -88,13 +88,20 @@ class BlockLog:
 
     def __init__(self, path: Path | None = None, *, rotate_bytes: int = ROTATE_BYTES) -> None:
         self._process = os.getpid()
+        self._path = path
         self._handler: RotatingFileHandler | None = None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._handler = RotatingFileHandler(path, maxBytes=rotate_bytes, backupCount=KEEP_FILES, encoding="utf-8")
-            self._handler.handleError = self._failed  # type: ignore[method-assign]
         self._warned = False
         self._models: dict[BlockName | None, str] = {}
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._handler = RotatingFileHandler(
+                    path, maxBytes=rotate_bytes, backupCount=KEEP_FILES, encoding="utf-8"
+                )
+            except OSError:
+                self._failed()
+            else:
+                self._handler.handleError = self._failed  # type: ignore[method-assign]
 
     def name_root(self, root: BlockName, model: str) -> None:
         """From now on events of `root` carry the model's name."""
@@ -113,11 +120,14 @@ class BlockLog:
 
     def close(self) -> None:
         if self._handler is not None:
-            self._handler.close()
+            try:
+                self._handler.close()
+            except OSError:  # what is still in the buffer cannot be written either
+                self._failed()
 
-    def _failed(self, record: logging.LogRecord) -> None:  # noqa: ARG002 - the signature is logging's
+    def _failed(self, record: logging.LogRecord | None = None) -> None:  # noqa: ARG002 - the signature is logging's
         if not self._warned:
             self._warned = True
             logging.getLogger("mlxkv").warning(
-                "the block log cannot be written; free some disk or choose another --log"
+                "the block log %s cannot be written; free some disk or choose another --log", self._path
             )

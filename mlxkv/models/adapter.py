@@ -77,8 +77,9 @@ class Adapter:
         traced = self.new_prompt_cache()
         others = sorted({type(leaf).__name__ for _, leaf in leaves(traced)} - CUT_BY_TOKEN)
         if others:
+            names = ", ".join(others)
             raise UncachedModelError(
-                f"the cache of this model has {', '.join(others)}, which cannot be cut into blocks yet: it runs uncached."
+                f"this model's cache has {names}, which cannot be cut into blocks: it runs uncached."
             )
         try:
             module(mx.zeros((1, BLOCK_TOKENS), mx.int32), cache=traced)

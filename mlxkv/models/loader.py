@@ -74,6 +74,23 @@ def load(model: str, *, adapter: str | Path | None = None, paranoid: bool = Fals
     return _from_directory(model.rpartition("/")[2], _from_hub(model), adapter, paranoid=paranoid)
 
 
+def tokenizer_of(model: str) -> TokenizerWrapper:
+    """Only the tokenizer of what `load` would load; its weights are not read.
+
+    Raises:
+        ModelNotFoundError, ModelError: as `load`.
+    """
+    path = Path(model).expanduser()
+    if model.lower() == DEMO:
+        return tokenizer_from_gguf(find_demo_gguf())
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return tokenizer_from_gguf(path)
+    try:
+        return load_tokenizer(path if path.is_dir() else _from_hub(model))
+    except _UNREADABLE as error:
+        raise ModelError(f"mlx-lm cannot load the tokenizer of {model} ({error}); is the download complete?") from error
+
+
 def on_cpu() -> bool:
     """Whether MLX computes on the CPU here."""
     return bool(mx.default_device() == mx.cpu)

@@ -1,0 +1,283 @@
+"""`mlxkv cache`: what is on the SSD, whether it is sound, and how to make it less."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.table import Column, Table
+
+from mlxkv.core.config import COLD_BYTES, DAILY_WRITE_BYTES, default_floor_bytes, default_hot_bytes
+from mlxkv.core.errors import UsageError
+from mlxkv.core.platform import default_cache_dir
+from mlxkv.core.units import format_bytes, parse_bytes
+from mlxkv_cli.caching import warnings_on
+from mlxkv_cli.options import CacheDir, Cold, DryRun, Hot, Json, Yes, examples
+from mlxkv_cli.output import Output
+
+if TYPE_CHECKING:
+    from mlxkv.cache.cold import ColdTier
+    from mlxkv.cache.index import Row
+
+app = typer.Typer(no_args_is_help=True, help="See, check and shrink the blocks on the SSD.")
+
+Model = Annotated[str | None, typer.Option("--model", metavar="NAME", help="Only the blocks of this model.")]
+
+
+@app.command(epilog=examples("mlxkv cache info", "mlxkv cache info --json"))
+def info(cache_dir: CacheDir = None, hot: Hot = None, cold: Cold = None, as_json: Json = False) -> None:
+    """Sizes against budgets, and what each model holds."""
+    from mlxkv.cache import maintenance
+
+    output = Output(json=as_json)
+    directory = cache_dir or default_cache_dir()
+    budgets = {
+        "hot_budget_bytes": default_hot_bytes() if hot is None else hot,
+        "cold_budget_bytes": COLD_BYTES if cold is None else cold,
+        "floor_bytes": default_floor_bytes(directory),
+        "daily_write_bytes": DAILY_WRITE_BYTES,
+    }
+    with _tier(directory, output) as tier:
+        found = maintenance.roots(tier) if tier else []
+        used = tier.used_bytes if tier else 0
+        written = tier.written_today_bytes() if tier else 0
+        files, aside = maintenance.quarantine_use(directory)
+    table = Table(
+        "model", "root",
+        *(Column(title, justify="right") for title in ("blocks", "tokens", "KiB a block", "size", "hits", "used")),
+        box=None, pad_edge=False, header_style="bold",
+    )  # fmt: skip
+    for use in found:
+        per_block = f"{use.used_bytes / use.blocks / 1024:,.0f}"
+        table.add_row(use.model, use.root.hex()[:12], f"{use.blocks:,}", f"{use.tokens:,}", per_block,
+                      format_bytes(use.used_bytes), f"{use.hits:,}", _age(use.last_used))  # fmt: skip
+    share = used / budgets["cold_budget_bytes"] if budgets["cold_budget_bytes"] else 0.0
+    lines = [
+        f"cold tier  {format_bytes(used)} of {format_bytes(budgets['cold_budget_bytes'])} ({share:.1%}) in {directory}",
+        f"hot tier   up to {format_bytes(budgets['hot_budget_bytes'])} of memory in each running process",
+        f"written    {format_bytes(written)} of {format_bytes(budgets['daily_write_bytes'])} today (UTC);"
+        f" {format_bytes(budgets['floor_bytes'])} of the disk stay free",
+        f"damaged    {files} files set aside, {format_bytes(aside)}",
+    ]
+    output.result(
+        Group(*lines, "", table if found else "No blocks yet; `mlxkv chat MODEL` makes some."),
+        cache_dir=directory,
+        used_bytes=used,
+        written_today_bytes=written,
+        quarantined_files=files,
+        quarantined_bytes=aside,
+        **budgets,
+        models=[{**vars(use), "root": use.root.hex()} for use in found],
+    )
+
+
+@app.command(epilog=examples("mlxkv cache ls", "mlxkv cache ls --limit 0 --json"))
+def ls(
+    cache_dir: CacheDir = None,
+    model: Model = None,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Most blocks to show; 0 shows all.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """The blocks, chain by chain: tokens, size, hits and age of each."""
+    from mlxkv.cache import maintenance
+
+    output = Output(json=as_json)
+    with _tier(cache_dir or default_cache_dir(), output) as tier:
+        everything = maintenance.chains(tier) if tier else iter(())
+        chosen = [item for item in everything if model in (None, item.model)]
+    shown = chosen if limit == 0 or as_json else list(islice(chosen, limit))
+    rows = [
+        (
+            item.row.name.hex()[:12],
+            item.model,
+            f"{item.row.index * 64:,}-{item.row.index * 64 + 63:,}"
+            + (f"  +{item.branches} ways" if item.branches > 1 else ""),
+            f"{item.row.nbytes / 1024:,.0f}",
+            "cold",
+            f"{item.row.hits:,}",
+            _age(item.row.created),
+            _age(item.row.used),
+        )
+        for item in shown
+    ]
+    right = [Column(title, justify="right") for title in ("KiB", "tier", "hits", "age", "used")]
+    output.table(["block", "model", "tokens", *right], rows, blocks=[_fields(item.row, item.model) for item in shown])
+    if len(shown) < len(chosen):
+        output.say(f"{len(chosen) - len(shown):,} more; --limit 0 shows all.", "dim")
+
+
+@app.command(epilog=examples("mlxkv cache show 3fa9c2", "mlxkv cache show 3fa9c2 --text --model smollm2-135m"))
+def show(
+    block: Annotated[str, typer.Argument(help="The first digits of a block's name, as `mlxkv cache ls` shows it.")],
+    text: Annotated[bool, typer.Option("--text", help="Decode its tokens; needs the model's tokenizer.")] = False,
+    model: Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Where the tokenizer is.")] = None,
+    cache_dir: CacheDir = None,
+    as_json: Json = False,
+) -> None:
+    """One block: where it is, what it continues, what continues it."""
+    from mlxkv.cache import maintenance
+    from mlxkv.cache.names import unpack
+
+    output = Output(json=as_json)
+    with _tier(cache_dir or default_cache_dir(), output) as tier:
+        row = _one(tier, block)
+        assert tier is not None
+        name, path = maintenance.model_of(tier, row.root), tier.path(row)
+        following = [child.name.hex() for child in tier.children(row.name)]
+    tokens = unpack(row.tokens)
+    fields: dict[str, Any] = {**_fields(row, name), "file": path, "children": following, "token_ids": tokens}
+    lines = [
+        f"block     {row.name.hex()}",
+        f"model     {name}, root {row.root.hex()[:12]}",
+        f"tokens    {row.index * 64:,} to {row.index * 64 + 63:,} of its chain: {' '.join(map(str, tokens[:12]))} ...",
+        f"continues {'nothing: it is the first' if row.index == 0 else row.parent.hex()[:12]}",
+        f"followed  by {', '.join(n[:12] for n in following) or 'nothing'}",
+        f"file      {path} ({format_bytes(row.nbytes)})",
+        f"used      {row.hits:,} times, last {_age(row.used)} ago, made {_age(row.created)} ago",
+    ]
+    if text:
+        from mlxkv.models.loader import tokenizer_of
+
+        fields["text"] = tokenizer_of(model or name).decode(tokens)
+        lines += ["", fields["text"]]
+    output.result("\n".join(lines), **fields)
+
+
+@app.command(epilog=examples("mlxkv cache verify", "mlxkv cache verify --fix"))
+def verify(
+    fix: Annotated[bool, typer.Option("--fix", help="Repair the index and set damaged files aside.")] = False,
+    cache_dir: CacheDir = None,
+    as_json: Json = False,
+) -> None:
+    """Check every byte of every block, and the index against the files. Exit code 1 when something is wrong."""
+    from mlxkv.cache import maintenance
+
+    output = Output(json=as_json)
+    with _tier(cache_dir or default_cache_dir(), output) as tier, output.progress("reading every block"):
+        found = maintenance.verify(tier, fix=fix) if tier else maintenance.Verification(fixed=fix)
+    lines = [f"{found.blocks:,} blocks are sound, {format_bytes(found.read_bytes)} read"]
+    lines += [f"{count:,} {kind}" for kind, count in found.problems.items()]
+    lines += [f"  {kind}: {what}" for kind, what in found.files[:20]]
+    if found.foreign:
+        lines.append(f"{len(found.foreign):,} files are not the cache's; left alone: {', '.join(found.foreign[:5])}")
+    if found.problems:
+        lines.append("All of it was repaired." if fix else "Run `mlxkv cache verify --fix` to repair it.")
+    output.result(
+        "\n".join(lines),
+        blocks=found.blocks,
+        read_bytes=found.read_bytes,
+        problems=dict(found.problems),
+        files=[{"problem": kind, "file": what} for kind, what in found.files],
+        foreign=found.foreign,
+        fixed=fix,
+    )
+    if found.problems and not fix:
+        raise typer.Exit(1)
+
+
+@app.command(epilog=examples("mlxkv cache prune --keep 5GiB --dry-run", "mlxkv cache prune --keep 5GiB --yes"))
+def prune(
+    keep: Annotated[str, typer.Option("--keep", metavar="SIZE", help="Most the cold tier may hold afterwards.")],
+    cache_dir: CacheDir = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Delete the least recently used blocks until the rest fits in SIZE."""
+    from mlxkv.cache import maintenance
+
+    output = Output(json=as_json)
+    keep_bytes = parse_bytes(keep)
+    with _tier(cache_dir or default_cache_dir(), output) as tier:
+        _delete(output, tier, maintenance.plan_prune(tier, keep_bytes) if tier else [], dry_run=dry_run, yes=yes)
+
+
+@app.command(epilog=examples("mlxkv cache clear --dry-run", "mlxkv cache clear --model smollm2-135m --yes"))
+def clear(
+    cache_dir: CacheDir = None,
+    model: Model = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Delete every block, or every block of one model. Files that are not the cache's stay."""
+    from mlxkv.cache import maintenance
+
+    output = Output(json=as_json)
+    with _tier(cache_dir or default_cache_dir(), output) as tier:
+        rows = [item.row for item in maintenance.chains(tier) if model in (None, item.model)] if tier else []
+        _delete(output, tier, rows, dry_run=dry_run, yes=yes)
+
+
+def _delete(output: Output, tier: ColdTier | None, rows: list[Row], *, dry_run: bool, yes: bool) -> None:
+    """Show the plan, ask, act, report."""
+    planned = sum(row.nbytes for row in rows)
+    blocks = freed = 0
+    if not rows or tier is None:
+        said = "Nothing to delete."
+    elif dry_run:
+        said = f"Would delete {len(rows):,} blocks, {format_bytes(planned)}."
+    else:
+        output.confirm(f"Delete {len(rows):,} blocks, {format_bytes(planned)}?", yes=yes)
+        blocks, freed = tier.delete(rows, reason="prune")
+        said = f"{blocks:,} blocks deleted, {format_bytes(freed)} freed"
+    output.result(
+        said, blocks=blocks, freed_bytes=freed, planned_blocks=len(rows), planned_bytes=planned, dry_run=dry_run
+    )
+
+
+@contextmanager
+def _tier(directory: Path, output: Output) -> Iterator[ColdTier | None]:
+    """The cold tier, opened so that looking never deletes; None where there is no cache yet."""
+    from mlxkv.cache.block_log import BlockLog
+    from mlxkv.cache.cold import offline_open
+
+    if not directory.exists():
+        yield None
+        return
+    with warnings_on(output), offline_open(directory, BlockLog()) as tier:
+        yield tier
+
+
+def _one(tier: ColdTier | None, text: str) -> Row:
+    digits = text.lower()
+    if not digits or set(digits) - set("0123456789abcdef"):
+        raise UsageError(f"{text!r} is not the start of a block's name; `mlxkv cache ls` shows them.")
+    found = tier.by_prefix(digits) if tier else []
+    if not found:
+        raise UsageError(f"no block starts with {text}; `mlxkv cache ls` shows them.")
+    if len(found) > 1:
+        raise UsageError(f"several blocks start with {text}; give more digits.")
+    return found[0]
+
+
+def _fields(row: Row, model: str) -> dict[str, Any]:
+    return {
+        "block": row.name.hex(),
+        "parent": row.parent.hex(),
+        "root": row.root.hex(),
+        "model": model,
+        "index": row.index,
+        "tokens": 64,
+        "bytes": row.nbytes,
+        "tier": "cold",
+        "hits": row.hits,
+        "created": datetime.fromtimestamp(row.created, UTC).isoformat(timespec="seconds"),
+        "used": datetime.fromtimestamp(row.used, UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _age(then: float) -> str:
+    """How long ago, in the largest unit that keeps it above one."""
+    seconds = max(time.time() - then, 0)
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
