@@ -6,7 +6,7 @@ causal, so the first k tokens of a block are good for any prompt that shares the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -52,7 +52,7 @@ class Match:
     """The parts that together hold the first `tokens` tokens: whole blocks, and at most one used in part, the last.
 
     `next_name` is the name the first block that is not whole would have, if the prompt fills it; `diverged` says that
-    something else is held where the match ends.
+    what is held goes on otherwise where the match ends.
     """
 
     parts: tuple[Part, ...]
@@ -111,7 +111,7 @@ def _take(parts: list[Part], root: BlockName, packed: bytes, held: Iterator[Held
 
 
 def _inside(parent: BlockName, index: int, rest: bytes, hot: Holder, cold: Holder) -> tuple[Part | None, bool]:
-    """The child of `parent` that shares most of `rest`, a hot one on a tie; and whether any child is held."""
+    """The child of `parent` that shares most of `rest`, a hot one on a tie; and whether something else goes on here."""
     best: Part | None = None
     any_child = False
     for tier, children in _children(parent, hot, cold):
@@ -120,12 +120,9 @@ def _inside(parent: BlockName, index: int, rest: bytes, hot: Holder, cold: Holde
             tokens = common_tokens(child.tokens, rest)
             if tokens > (best.tokens if best else 0):
                 best = Part(child.name, parent, index, child.tokens, tokens, tier)
-    return best, any_child
+    return best, any_child if best is None else best.tokens * TOKEN_BYTES < len(best.packed)
 
 
 def _children(parent: BlockName, hot: Holder, cold: Holder) -> Iterator[tuple[TierName, Iterable[Held]]]:
     yield "hot", hot.children(parent)
     yield "cold", cold.children(parent)
-
-
-Find = Callable[[BlockName], Held | None]
