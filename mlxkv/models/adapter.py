@@ -17,6 +17,7 @@ from mlxkv.cache.layout import ArraySpec, Layout
 from mlxkv.cache.names import BLOCK_TOKENS
 from mlxkv.core.errors import ModelError, UsageError
 from mlxkv.core.platform import keep_open_files_limit
+from mlxkv.models.trace import trace_caches
 
 with keep_open_files_limit():
     from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, make_prompt_cache
@@ -74,25 +75,23 @@ class Adapter:
         self._module = module
         self._kv_bits = kv_bits
         self._kv_group = kv_group
-        traced = self.new_prompt_cache()
-        others = sorted({type(leaf).__name__ for _, leaf in leaves(traced)} - CUT_BY_TOKEN)
-        if others:
-            names = ", ".join(others)
-            raise UncachedModelError(
-                f"this model's cache has {names}, which cannot be cut into blocks: it runs uncached."
-            )
         try:
-            module(mx.zeros((1, BLOCK_TOKENS), mx.int32), cache=traced)
-        except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
+            traced = trace_caches(module, self.new_prompt_cache(), BLOCK_TOKENS)
+        except ModelError as error:
             if kv_bits is None:
                 raise
-            raise UsageError(f"mlx-lm cannot quantise this model's KV cache ({error}); leave --kv-bits out.") from error
-        self._live = {path for path, leaf in leaves(traced) if leaf.keys is not None}
+            raise UsageError(f"mlx-lm cannot quantise this model's KV cache ({error}); leave KV bits out.") from error
+        others = sorted({cache.class_name for cache in traced} - CUT_BY_TOKEN)
+        if others:
+            raise UncachedModelError(
+                f"this model's cache has {', '.join(others)}, which cannot be cut into blocks: it runs uncached."
+            )
+        self._live = {cache.path for cache in traced if cache.arrays}
         self.layout = Layout(
             tuple(
-                ArraySpec(name, array.shape[1], array.shape[3], str(array.dtype).rpartition(".")[2])
-                for path, leaf in leaves(traced)
-                for name, array in arrays_of(path, leaf)
+                ArraySpec(f"{cache.path}.{array.path}", array.shape[1], array.shape[3], array.dtype)
+                for cache in traced
+                for array in cache.arrays
             )
         )
 
