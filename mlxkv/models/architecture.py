@@ -17,6 +17,7 @@ import inspect
 import io
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import version
@@ -33,6 +34,7 @@ from mlxkv.models.config import Config, text_level
 _ALIAS = "_mlxkv_traced_mlx_lm"
 _MISSING_ARGUMENTS = re.compile(r"missing \d+ required positional arguments?: (.+)")
 _QUOTED = re.compile(r"'(\w+)'")
+_ATTRIBUTE = re.compile(r"\b(?:args|config)\.(\w+)")
 
 CONFIG_FAULTS = (
     TypeError, ValueError, KeyError, AttributeError, IndexError, AssertionError, ArithmeticError, NotImplementedError,
@@ -51,19 +53,19 @@ def make_model(config: Config) -> nn.Module:
         raise ModelError(
             f"config.json names its own code (model_file {config['model_file']!r}), which mlxkv never runs."
         )
-    architecture = _load(_module_name(config))
-    arguments = vars(architecture)["ModelArgs"]
+    model_type: str = config["model_type"]
+    architecture = vars(_load(_module_name(config), model_type))
+    arguments = architecture["ModelArgs"]
     complete = _complete(config, inspect.signature(arguments).parameters)
-    model_type = config["model_type"]
     try:
-        return vars(architecture)["Model"](arguments.from_dict(complete))
+        return architecture["Model"](arguments.from_dict(complete))
     except CONFIG_FAULTS as error:
         raise ModelError(f"config.json of model_type {model_type!r} {_reason(error, complete)}") from error
 
 
 def traced_module(name: str) -> ModuleType:
     """mlx-lm's file `models/<name>.py` as the private copy that `make_model` builds from."""
-    with _kernels_stubbed(), contextlib.redirect_stdout(io.StringIO()):
+    with _kernels_stubbed():
         return importlib.import_module(f"{_package()}.models.{name}")
 
 
@@ -117,33 +119,32 @@ def _module_name(config: Config) -> str:
     """The file under mlx_lm/models that holds the config's class, by mlx-lm's own rules (`utils._get_classes`)."""
     by_type, by_architecture = _remapping()
     model_type: str = config["model_type"]
-    architectures = config.get("architectures") or ()
-    for architecture in (architectures,) if isinstance(architectures, str) else architectures:
-        if (model_type, architecture) in by_architecture:
+    stated = config.get("architectures")
+    for architecture in stated if isinstance(stated, list) else [stated]:
+        if isinstance(architecture, str) and (model_type, architecture) in by_architecture:
             return by_architecture[model_type, architecture]
-    name = by_type.get(model_type, model_type)
-    known = {path.stem for path in (_root() / "models").glob("*.py")} - {"__init__"}
-    if name not in known:
-        raise _unknown(model_type, known | set(by_type))
-    return name
+    return by_type.get(model_type, model_type)
 
 
-def _load(name: str) -> ModuleType:
+def _load(name: str, model_type: str) -> ModuleType:
+    """The file's module. It must be one that holds a model: a path outside or a helper such as `cache` is not."""
+    known = {path.stem: path for path in (_root() / "models").glob("*.py")}
+    if name not in known or not _holds_model(known[name]):
+        models = [stem for stem, path in known.items() if _holds_model(path)]
+        near = difflib.get_close_matches(model_type, sorted({*models, *_remapping()[0]}), n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "."
+        raise ModelError(f"config.json: model_type {model_type!r} is not one mlx-lm {version('mlx-lm')} knows{hint}")
+    said = io.StringIO()
     try:
-        module = traced_module(name)
+        with contextlib.redirect_stdout(said):
+            return traced_module(name)
     except (ImportError, SystemExit) as error:
-        raise ModelError(
-            f"mlx-lm's {name} cannot be imported ({error}); it needs a package that is missing."
-        ) from error
-    if not {"Model", "ModelArgs"} <= vars(module).keys():
-        raise _unknown(name, {name})
-    return module
+        reason = said.getvalue().strip() or str(error)
+        raise ModelError(f"mlx-lm cannot import its model {name!r}: {reason.rstrip('.')}.") from error
 
 
-def _unknown(model_type: str, known: set[str]) -> ModelError:
-    near = [name for name in difflib.get_close_matches(model_type, sorted(known), n=3) if name != model_type]
-    hint = f"; did you mean {' or '.join(near)}?" if near else "."
-    return ModelError(f"config.json: model_type {model_type!r} is not one mlx-lm {version('mlx-lm')} knows{hint}")
+def _holds_model(file: Path) -> bool:
+    return "class ModelArgs" in file.read_text(encoding="utf-8")
 
 
 def _complete(config: Config, fields: Mapping[str, inspect.Parameter]) -> Config:
@@ -172,9 +173,11 @@ def _reason(error: Exception, config: Config) -> str:
         return f"lacks {_listed(_QUOTED.findall(missing[1]))}."
     if isinstance(error, KeyError):
         return f"lacks {_listed([str(error.args[0])])}."
-    unset = [key for key, value in config.items() if value is None]
-    hint = f" Keys that are null: {', '.join(unset)}." if unset else ""
-    return f"cannot be used by mlx-lm: {str(error).rstrip('.')}.{hint}"
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    unset = [key for key in _ATTRIBUTE.findall(line) if "NoneType" in str(error) and config.get(key) is None]
+    if unset:
+        return f"lacks the key {unset[0]}, or holds null there."
+    return f"cannot be used by mlx-lm: {str(error).rstrip('.')}."
 
 
 def _listed(keys: list[str]) -> str:

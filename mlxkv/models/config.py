@@ -92,9 +92,10 @@ def check_config(config: Mapping[str, Any], *, source: str = "config.json") -> C
     Raises `ModelError` for a missing or unusable key, naming it.
     """
     checked = copy.deepcopy(dict(config))
+    for key in ("text_config", "quantization", "quantization_config"):
+        if checked.get(key) is not None and not isinstance(checked[key], dict):
+            raise ModelError(f"{source}: {key} is a {_json_kind(checked[key])}; it must be an object.")
     nested = checked.get("text_config")
-    if nested is not None and not isinstance(nested, dict):
-        raise ModelError(f"{source}: text_config is a {_json_kind(nested)}; it must be an object.")
     if checked.get("model_type") is None and nested is not None:
         checked["model_type"] = nested.get("model_type")
     model_type = checked.get("model_type")

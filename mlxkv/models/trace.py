@@ -416,11 +416,11 @@ def _window_of(caches: Sequence[Any], past_keys: int) -> int:
 
 def _count_weights(module: nn.Module, record: Record, *, vocabulary: int) -> WeightCount:
     params, stored_bytes = count_params(module), weight_bytes(module)
-    layers = [layer for _, layer in module.named_modules()]
-    tables = [layer for layer in layers if isinstance(layer, (nn.Embedding, nn.QuantizedEmbedding))]
-    linear = [layer for layer in layers if isinstance(layer, (nn.Linear, nn.QuantizedLinear))]
+    layers = sorted(module.named_modules(), key=lambda named: named[0].count("."))
+    tables = [layer for _, layer in layers if isinstance(layer, (nn.Embedding, nn.QuantizedEmbedding))]
+    linear = [layer for _, layer in layers if isinstance(layer, (nn.Linear, nn.QuantizedLinear))]
     tied = record.tied_tables
-    heads = tied or [layer for layer in linear if layer["weight"].shape[0] == vocabulary]
+    heads = tied or [layer for layer in linear if layer["weight"].shape[0] == vocabulary][:1]
     return WeightCount(
         params=params,
         bytes=stored_bytes,

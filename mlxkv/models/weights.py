@@ -189,8 +189,8 @@ def _quantize_as_published(module: nn.Module, config: Config) -> None:
         elif foreign is not None:
             _quantize_foreign(module, foreign)
     except CONFIG_FAULTS as error:
-        what = f"lacks {error}" if isinstance(error, KeyError) else f"cannot be used: {error}"
-        raise ModelError(f"the quantization in config.json {what}.") from error
+        what = f"lacks the key {error}" if isinstance(error, KeyError) else f"cannot be used: {error}"
+        raise ModelError(f"the quantization in config.json {what.rstrip('.')}.") from error
 
 
 def _quantize_foreign(module: nn.Module, stated: dict[str, Any]) -> None:

@@ -1,0 +1,21 @@
+"""What every test has: reproducible hypothesis runs, MLX's reference BLAS, and no way into the user's own cache."""
+
+import os
+
+os.environ.setdefault("MLXKV_BLAS", "none")  # tests ask for equality to the bit; a tuned BLAS picks kernels by shape
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("ci", derandomize=True, database=None, deadline=None, max_examples=100)
+settings.load_profile("ci")  # `pytest --hypothesis-profile NAME` overrides it
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_home(tmp_path_factory):
+    """A home folder of this run's own, in subprocesses too."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        patch.setenv("XDG_CACHE_HOME", str(home / ".cache"))
+        yield
