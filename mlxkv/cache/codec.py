@@ -18,7 +18,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +34,7 @@ FORMAT = "mlxkv-block-1"
 SUFFIX = ".safetensors"
 MAX_HEADER_BYTES = 1 << 20
 _VECTORS = 1024  # IOV_MAX on Linux and macOS
+_RUN_BYTES = 1 << 19  # read and digested in turn; well within a CPU's L2 cache
 _NO_DIGEST = "0" * 32
 
 View = memoryview
@@ -108,7 +109,7 @@ def read_block(path: Path, block: BlockIdentity, layout: Layout, views: Sequence
         DamagedBlockError: the file is not exactly this block; `reason` names the check.
         OSError: the file is missing or cannot be read.
 
-    Cost: one pass of `preadv` into place, one digest over it.
+    Cost: one pass of `preadv` into place; the digest runs over what has just arrived, while it is in the CPU's cache.
     """
     fd = _open(path)
     try:
@@ -117,8 +118,7 @@ def read_block(path: Path, block: BlockIdentity, layout: Layout, views: Sequence
             raise DamagedBlockError(_difference(found, block))
         if table != _layout_table(layout):
             raise DamagedBlockError("shapes and dtypes")
-        _read_all(fd, views, len(header))
-        if payload_digest(views) != digest:
+        if _read_payload(fd, views, len(header)) != digest:
             raise DamagedBlockError("payload digest")
         if encode_header(block, layout, digest, created) != header:
             raise DamagedBlockError("header bytes")
@@ -225,7 +225,7 @@ def _read_header(fd: int) -> tuple[bytes, Table, BlockIdentity, str, str]:
             index=int(metadata["index"]),
             tokens=pack([int(token) for token in metadata["tokens"].split()]),
         )
-        created, payload = metadata["created"], metadata["payload_xxh3_128"]
+        created, payload = str(metadata["created"]), str(metadata["payload_xxh3_128"])
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, UsageError) as error:
         raise DamagedBlockError("header") from error
     if len(block.tokens) != BLOCK_TOKEN_BYTES or block_name(block.parent, block.tokens) != block.name:
@@ -250,18 +250,42 @@ def _write_all(fd: int, parts: Sequence[View]) -> None:
             waiting[0] = waiting[0][written:]
 
 
-def _read_all(fd: int, views: Sequence[View], offset: int) -> None:
-    for start in range(0, len(views), _VECTORS):
-        waiting = list(views[start : start + _VECTORS])
-        while waiting:
-            count = os.preadv(fd, waiting, offset)
-            if count == 0:
-                raise DamagedBlockError("size")
-            offset += count
-            while waiting and count >= waiting[0].nbytes:
-                count -= waiting.pop(0).nbytes
-            if waiting and count:
-                waiting[0] = waiting[0][count:]
+def _read_payload(fd: int, views: Sequence[View], offset: int) -> str:
+    """Read from `offset` into `views`, a run at a time, and return the digest of what was read."""
+    digest = xxhash.xxh3_128()
+    for run in _runs(views):
+        offset += _read_all(fd, run, offset)
+        for view in run:
+            digest.update(view)
+    return str(digest.hexdigest())
+
+
+def _runs(views: Sequence[View]) -> Iterator[Sequence[View]]:
+    """Cut `views` into runs of about `_RUN_BYTES`."""
+    start = nbytes = 0
+    for stop, view in enumerate(views):
+        if nbytes and (nbytes + view.nbytes > _RUN_BYTES or stop - start == _VECTORS):
+            yield views[start:stop]
+            start, nbytes = stop, 0
+        nbytes += view.nbytes
+    if start < len(views):
+        yield views[start:]
+
+
+def _read_all(fd: int, views: Sequence[View], offset: int) -> int:
+    """Fill `views` from `offset` on; returns their bytes."""
+    total = sum(view.nbytes for view in views)
+    read = os.preadv(fd, views, offset)
+    while read < total:  # a signal came, or the file ends early
+        waiting, skip = [], read
+        for view in views:
+            waiting.append(view[skip:])
+            skip = max(skip - view.nbytes, 0)
+        count = os.preadv(fd, [view for view in waiting if view.nbytes], offset + read)
+        if count == 0:
+            raise DamagedBlockError("size")
+        read += count
+    return total
 
 
 if sys.byteorder != "little":

@@ -21,11 +21,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import ClassVar
 
 from mlxkv.cache import codec
 from mlxkv.cache.block_log import BlockEvent, BlockLog
 from mlxkv.cache.codec import BlockIdentity, View
-from mlxkv.cache.index import FILE_NAME, Index, Row
+from mlxkv.cache.index import FILE_NAME, Index, Row, is_damage
 from mlxkv.cache.layout import Layout
 from mlxkv.cache.names import BlockName
 from mlxkv.core.errors import CacheRootError, DamagedBlockError
@@ -39,6 +40,7 @@ TEMPORARY = ".tmp"
 PAGE = 4096
 WAL_ROOM_BYTES = MIB // 2  # the write-ahead log is at most about WAL_PAGES pages; counted before it grows
 REMEASURE_WRITES = 16
+INDEX_ROOM_BYTES = REMEASURE_WRITES * 2048  # what the index may grow by until it is measured again
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 
 logger = logging.getLogger("mlxkv")
@@ -63,6 +65,8 @@ class ColdTier:
     """
 
     name = "cold"
+    _in_progress: ClassVar[set[Path]] = set()
+    """What any tier of this process is writing: a tier opened meanwhile must not take it for a crash's leftovers."""
 
     def __init__(
         self, directory: Path, budget_bytes: int, *, floor_bytes: int, daily_write_bytes: int | None, log: BlockLog
@@ -228,6 +232,8 @@ class ColdTier:
             return "offline"
         try:
             reason = self._write(self._index, block, layout, views)
+        except FileExistsError:
+            reason = "its name is taken"  # by a directory or a link that is not ours
         except (OSError, sqlite3.Error) as error:
             self.counters.failed_writes += 1
             self._fail(f"cannot write to {self.directory}: {_reason(error)}")
@@ -323,17 +329,9 @@ class ColdTier:
         if self._index is not None:
             self._index.close()
             self._index = None
-        fresh = not (self.directory / FILE_NAME).exists()
-        try:
-            index = Index(self.directory)
-            if fresh or not index.is_sound():
-                raise sqlite3.DatabaseError("no sound index")
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
-                raise
-            index = self._rebuild(fresh=fresh)
-        self._index = index
+        index = self._index = self._sound_index() or self._new_index()
         self._sweep(index)
+        adopt_files(self.directory, index, payloads=False, on_damage=self._set_aside)
         self._measure()
         self.offline = None
         self._retry_s = FIRST_RETRY_S
@@ -342,16 +340,26 @@ class ColdTier:
             logger.warning("cold tier: deleted %d blocks, %s, to fit the budget of %s",
                            blocks, format_bytes(freed), format_bytes(self.budget_bytes))  # fmt: skip
 
-    def _rebuild(self, *, fresh: bool) -> Index:
-        """A new index from the files: an old one is damaged or gone."""
-        if not fresh:
-            logger.warning("cold tier: the index was damaged; rebuilt from the block files")
-            for suffix in ("", "-wal", "-shm"):
-                with suppress(FileNotFoundError):
-                    os.unlink(self.directory / (FILE_NAME + suffix))
-        index = Index(self.directory)
-        adopt_files(self.directory, index, payloads=False, on_damage=self._set_aside)
-        return index
+    def _sound_index(self) -> Index | None:
+        """The index that is there; None when there is none or it is damaged, which is announced."""
+        if not (self.directory / FILE_NAME).exists():
+            return None
+        try:
+            index = Index(self.directory)
+            if index.is_sound():
+                return index
+            index.close()
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error):
+                raise
+        logger.warning("cold tier: the index was damaged; made again from the block files")
+        return None
+
+    def _new_index(self) -> Index:
+        for suffix in ("", "-wal", "-shm"):
+            with suppress(FileNotFoundError):
+                os.unlink(self.directory / (FILE_NAME + suffix))
+        return Index(self.directory)
 
     def _set_aside(self, path: Path, reason: str) -> None:
         self.counters.damaged_blocks += 1
@@ -362,8 +370,9 @@ class ColdTier:
         """Remove what writers that are dead left behind."""
         with index.transaction():
             for row, writer in index.unfinished():
-                if writer == os.getpid() or not process_is_alive(writer):
-                    path = self.path(row)
+                path = self.path(row)
+                alive = path in self._in_progress if writer == os.getpid() else process_is_alive(writer)
+                if not alive:
                     for leftover in [path, *path.parent.glob(f".{path.name}.*{TEMPORARY}")]:
                         with suppress(FileNotFoundError):
                             os.unlink(leftover)
@@ -383,10 +392,13 @@ class ColdTier:
                 return "parent not held"
             if self.daily_write_bytes is not None and self.written_today_bytes() + size > self.daily_write_bytes:
                 return "daily write allowance"
-            room = reserve + (0 if path.parent.is_dir() else 2 * PAGE)
+            if index.others_wrote():
+                self._measure()  # they may have made directories
+            room = reserve + INDEX_ROOM_BYTES + (0 if path.parent.is_dir() else 2 * PAGE)
             if not self._make_room(index, room, self._effective_budget(index), keep=block.parent, reason="budget"):
                 return "no room"
             index.insert(block, reserve, writer=os.getpid())
+            self._in_progress.add(path)
         try:
             written, physical = self._write_file(path, block, layout, views)
             with index.transaction():
@@ -395,6 +407,8 @@ class ColdTier:
             with suppress(sqlite3.Error), index.transaction():
                 index.delete(block.name)
             raise
+        finally:
+            self._in_progress.discard(path)
         self.counters.offloaded_blocks += 1
         self.counters.offloaded_bytes += written
         self._writes_since_measure += 1
@@ -433,12 +447,14 @@ class ColdTier:
         return written, physical
 
     def _effective_budget(self, index: Index) -> int:
-        """The budget, or less where the disk's floor is nearer."""
-        free = shutil.disk_usage(self.directory).free
+        """The budget, or less where the disk's floor is nearer; what the log may still grow by is not ours to give."""
+        free = shutil.disk_usage(self.directory).free - unspent_log_bytes(self.directory)
         return min(self.budget_bytes, index.used_bytes() + self._overhead_bytes + free - self.floor_bytes)
 
     def _make_room(self, index: Index, nbytes: int, budget_bytes: int, *, keep: BlockName | None, reason: str) -> bool:
         """Evict until `nbytes` more fit; inside a transaction. False when they cannot."""
+        if nbytes > budget_bytes:
+            return False
         while index.used_bytes() + self._overhead_bytes + nbytes > budget_bytes:
             if self._drop_quarantined():
                 continue
@@ -559,20 +575,23 @@ def absent_mount_point(directory: Path) -> Path | None:
 
 def overhead_bytes(directory: Path) -> int:
     """Physical bytes of the root without the files of blocks: directories, index, quarantine, what others put there."""
-    total = WAL_ROOM_BYTES
     if not directory.is_dir():
-        return total
-    total += physical_bytes(directory.stat())
+        return WAL_ROOM_BYTES
+    total = physical_bytes(directory.stat()) + unspent_log_bytes(directory)
     for entry in os.scandir(directory):
         with suppress(FileNotFoundError):
-            status = entry.stat(follow_symlinks=False)
-            total += physical_bytes(status)
-            if entry.name == f"{FILE_NAME}-wal":
-                total -= min(physical_bytes(status), WAL_ROOM_BYTES)
+            total += physical_bytes(entry.stat(follow_symlinks=False))
             if entry.is_dir(follow_symlinks=False):
                 inner = entry.name == QUARANTINE or len(entry.name) == 64
                 total += sum(_physical(e) for e in os.scandir(entry)) if inner else _tree_bytes(entry.path)
     return total
+
+
+def unspent_log_bytes(directory: Path) -> int:
+    """What the write-ahead log has not taken yet of its room: counted as used, and still free on the disk."""
+    with suppress(FileNotFoundError):
+        return max(WAL_ROOM_BYTES - physical_bytes(os.stat(directory / f"{FILE_NAME}-wal")), 0)
+    return WAL_ROOM_BYTES
 
 
 def adopt_files(
@@ -580,10 +599,16 @@ def adopt_files(
 ) -> tuple[int, int]:
     """Enter every sound block file that the index does not know; returns how many, and how many had no parent.
 
-    A file without its parent can never be matched and is deleted. Cost: reads every header (and payload if asked).
+    A power cut can take the last rows of an index, and a damaged one is made again: the files are what is true. A file
+    without its parent can never be matched and is deleted. Cost: lists the directories; reads the header (and payload
+    if asked) of unknown files only.
     """
     found: dict[BlockName, tuple[BlockIdentity, int, float]] = {}
-    for path in block_files(directory):
+    present = list(block_files(directory))
+    known = index.names()  # asked after listing: another process writes its row first, then the file
+    for path in present:
+        if bytes.fromhex(path.name.removesuffix(codec.SUFFIX)) in known:
+            continue
         try:
             block, _, _ = codec.inspect(path, payload=payloads)
             status = path.stat()
@@ -633,7 +658,8 @@ def publish_file(temporary: Path, path: Path) -> None:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        pass
+        if path.is_symlink() or not path.is_file():
+            raise  # somebody else's, in a block's place: the write fails, and nothing says the block is held
     except OSError:
         # exFAT and some network disks have no hard links; a rename can only replace an equal block.
         if not path.exists():

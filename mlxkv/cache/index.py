@@ -11,7 +11,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +71,17 @@ class Row:
         return BlockIdentity(self.root, self.name, self.parent, self.index, self.tokens)
 
 
+_PASSING = {
+    sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOMEM,
+}  # fmt: skip
+
+
+def is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether the file itself is at fault, and not the disk, a lock or memory, which may be better the next time."""
+    return error.sqlite_errorcode & 0xFF not in _PASSING
+
+
 class Index:
     """Owner: reads from any thread; `transaction` and what needs one from the mover's thread only.
 
@@ -79,11 +90,14 @@ class Index:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / FILE_NAME
-        self._reading = self._connect()
         self._lock = threading.Lock()
-        self._writing = self._connect()
-        self._writing.executescript(_SCHEMA)
-        self._inode = os.stat(self.path).st_ino
+        with ExitStack() as opened:
+            self._reading = opened.enter_context(closing(self._connect()))
+            self._writing = opened.enter_context(closing(self._connect()))
+            self._writing.executescript(_SCHEMA)
+            self._inode = os.stat(self.path).st_ino
+            self._version = 0
+            opened.pop_all()  # all is well: `close` closes them
 
     def close(self) -> None:
         with self._lock:
@@ -101,7 +115,9 @@ class Index:
         """Whether SQLite finds the file whole. Cost: reads all of it, about 0.5 ms per 1,000 blocks."""
         try:
             return bool(self._writing.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok")
-        except sqlite3.DatabaseError:
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error):
+                raise
             return False
 
     # reads
@@ -133,6 +149,11 @@ class Index:
         )
         return rows[0].root if rows else None
 
+    def names(self) -> set[BlockName]:
+        """Every block, those being written included."""
+        with self._lock:
+            return {name for (name,) in self._reading.execute("SELECT name FROM blocks")}
+
     def rows(self, root: BlockName | None = None) -> list[Row]:
         """Every held block, or those of one root, by root and place."""
         where = "WHERE writer IS NULL" + (" AND root = ?" if root else "")
@@ -140,7 +161,8 @@ class Index:
 
     def by_prefix(self, text: str) -> list[Row]:
         """Blocks whose name starts with these hex digits, at most two."""
-        return self._read(f"SELECT {_ROW} FROM blocks WHERE hex(name) LIKE ? LIMIT 2", (text.upper() + "%",))
+        where = "hex(name) LIKE ? AND writer IS NULL"
+        return self._read(f"SELECT {_ROW} FROM blocks WHERE {where} LIMIT 2", (text.upper() + "%",))
 
     def totals(self) -> tuple[int, int]:
         """Blocks, and physical bytes of their files, those being written included."""
@@ -174,6 +196,12 @@ class Index:
     def used_bytes(self) -> int:
         """The bytes of `totals`, as the current transaction sees them."""
         return int(self._writing.execute("SELECT bytes FROM totals").fetchone()[0])
+
+    def others_wrote(self) -> bool:
+        """Whether another process, or another tier of this one, changed the index since this was asked last."""
+        version = int(self._writing.execute("PRAGMA data_version").fetchone()[0])
+        changed, self._version = version != self._version, version
+        return changed
 
     def victims(self) -> Iterator[Row]:
         """Leaves, least recently used first."""
@@ -241,10 +269,14 @@ class Index:
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-        os.chmod(self.path, 0o600)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
+        try:
+            os.chmod(self.path, 0o600)
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def _read(self, sql: str, values: Sequence[object]) -> list[Row]:

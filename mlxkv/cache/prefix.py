@@ -111,16 +111,16 @@ def _take(parts: list[Part], root: BlockName, packed: bytes, held: Iterator[Held
 
 
 def _inside(parent: BlockName, index: int, rest: bytes, hot: Holder, cold: Holder) -> tuple[Part | None, bool]:
-    """The child of `parent` that shares most of `rest`, a hot one on a tie; and whether something else goes on here."""
-    best: Part | None = None
-    any_child = False
-    for tier, children in _children(parent, hot, cold):
-        for child in children:
-            any_child = True
-            tokens = common_tokens(child.tokens, rest)
-            if tokens > (best.tokens if best else 0):
-                best = Part(child.name, parent, index, child.tokens, tokens, tier)
-    return best, any_child if best is None else best.tokens * TOKEN_BYTES < len(best.packed)
+    """The child of `parent` that shares most of `rest`, a hot one on a tie; and whether one goes on otherwise there."""
+    shared = [
+        (common_tokens(child.tokens, rest), child, tier)
+        for tier, children in _children(parent, hot, cold)
+        for child in children
+    ]
+    most = max((tokens for tokens, _, _ in shared), default=0)
+    alike = [(child, tier) for tokens, child, tier in shared if tokens == most]
+    best = Part(alike[0][0].name, parent, index, alike[0][0].tokens, most, alike[0][1]) if most else None
+    return best, any(len(child.tokens) > most * TOKEN_BYTES for child, _ in alike)
 
 
 def _children(parent: BlockName, hot: Holder, cold: Holder) -> Iterator[tuple[TierName, Iterable[Held]]]:

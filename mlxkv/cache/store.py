@@ -97,6 +97,7 @@ class BlockStore:
         self._roots: dict[BlockName, tuple[Layout, Mapping[str, str]]] = {}
         self._seen: OrderedDict[BlockName, None] = OrderedDict()
         self._gone: OrderedDict[BlockName, str] = OrderedDict()
+        self._doubted: set[BlockName] = set()  # rows that the mover will drop, for a file was damaged or missing
         self._no_offload_before = 0.0
         self._closed = False
         if config.directory is not None and config.cold_bytes and config.cold_mode != "off":
@@ -124,14 +125,14 @@ class BlockStore:
         self._collect()
         found = match(root, packed, self.hot, _OnDisk(self._queued, self.cold))
         plan = Plan(found, self._reason(root, packed, found))
-        self._pin(plan)
+        self._pin(plan, found.parts)
         return plan
 
     def shorten(self, plan: Plan, parts: int, reason: str) -> None:
         """Use only the first `parts` parts of a plan."""
         self.release(plan)
         plan.match, plan.reason = plan.match.first(parts), reason
-        self._pin(plan)
+        self._pin(plan, plan.match.parts)
 
     def release(self, plan: Plan) -> None:
         """Give back the pins of a plan; a second call does nothing."""
@@ -141,6 +142,12 @@ class BlockStore:
             elif self.cold is not None:
                 self.cold.unpin(name)
         plan.pins = []
+
+    def unpin_tail(self, plan: Plan) -> None:
+        """Once its tokens are copied the tail of a plan may go: a longer one takes its place. The rest stays pinned."""
+        if plan.match.parts and plan.match.parts[-1].is_tail:
+            self.release(plan)
+            self._pin(plan, plan.match.parts[:-1])
 
     def why_gone(self, name: BlockName) -> str | None:
         """Why a block that was held is not any more; None when it was never seen to go."""
@@ -177,6 +184,8 @@ class BlockStore:
         good = 0
         while good < len(reading) and self._arrived(root, *reading[good]):
             good += 1
+        if good < len(reading) and reading[good][1].done():
+            self._doubt([part.name for part in parts[good:]])  # with a block goes what continues it
         overran = any([not future.done() and not future.cancel() for _, future in reading])
         if good:
             self.cold_rate.add(good * layout.block_bytes, seconds)
@@ -214,9 +223,9 @@ class BlockStore:
         """Whether committing this block would change nothing: it is hot, or it cannot be and is on the SSD."""
         if name in self.hot:
             return True
-        if first or parent in self.hot:
+        if self.hot.budget_bytes and (first or parent in self.hot):
             return False
-        return name in self._queued or (self.cold is not None and self.cold.find(name) is not None)
+        return self._on_disk(name)
 
     def commit(self, block: BlockIdentity, payload: Payload, *, request: str | None = None) -> None:
         """Publish a full block under its name: hot when there is room, and queued for the SSD.
@@ -240,8 +249,10 @@ class BlockStore:
         if any(common_tokens(s.tokens, block.tokens) == tokens for s in self.hot.children(block.parent)):
             return
         if self._put(block, payload):
+            nbytes = sum(array.nbytes for array in payload)
             self.log.write(BlockEvent(event="commit", root=block.root, request=request, block=block.name,
-                                      parent=block.parent, index=block.index, tokens=tokens, tier="hot"))  # fmt: skip
+                                      parent=block.parent, index=block.index, tokens=tokens, bytes=nbytes,
+                                      tier="hot"))  # fmt: skip
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every hot block that belongs on the SSD is there; False when the time was up or it cannot be."""
@@ -287,8 +298,8 @@ class BlockStore:
 
     # within
 
-    def _pin(self, plan: Plan) -> None:
-        for tier, name in {part.tier: part.name for part in plan.match.parts}.items():  # the deepest of each tier
+    def _pin(self, plan: Plan, parts: Sequence[Part]) -> None:
+        for tier, name in {part.tier: part.name for part in parts}.items():  # the deepest of each tier
             if tier == "hot":
                 self.hot.pin(name)
             elif self.cold is not None:
@@ -319,7 +330,8 @@ class BlockStore:
         mine, theirs = self.root_fields(root), self.root_fields(other)
         if mine is None or theirs is None:
             return "other root"
-        differing = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
+        keys = {*mine, *theirs} - {"model"}  # a name beside the fields, for people
+        differing = sorted(key for key in keys if mine.get(key) != theirs.get(key))
         return "other salt" if differing == ["salt"] else f"other root ({', '.join(differing)})"
 
     def _arrived(self, root: BlockName, part: Part, future: Future[int]) -> bool:
@@ -373,6 +385,8 @@ class BlockStore:
         """Queue a block for the SSD, after those of its ancestors that are not there; False when it has to wait."""
         if self._mover is None or time.monotonic() < self._no_offload_before:
             return False
+        if self._on_disk(name if block is None else block.name):
+            return True
         waiting: list[tuple[BlockIdentity, Payload]] = []
         if block is not None and payload is not None:
             waiting.append((block, payload))
@@ -388,6 +402,7 @@ class BlockStore:
             layout = self._roots[ancestor.root][0]
             if not self._mover.offload(ancestor, layout, [memoryview(array).cast("B") for array in arrays]):
                 return False
+            self._doubted.discard(ancestor.name)
             self._queued[ancestor.name] = _Queued(ancestor.name, ancestor.parent, ancestor.tokens, arrays)
         return True
 
@@ -402,7 +417,15 @@ class BlockStore:
         return [BlockIdentity(root, e.name, e.parent, len(entries) - 1 - i, e.tokens) for i, e in enumerate(entries)]
 
     def _on_disk(self, name: BlockName) -> bool:
-        return name in self._queued or (self.cold is not None and self.cold.find(name) is not None)
+        """Whether the cold tier holds a block, or soon will, as far as is known here."""
+        if name in self._queued:
+            return True
+        return name not in self._doubted and self.cold is not None and self.cold.find(name) is not None
+
+    def _doubt(self, names: Sequence[BlockName]) -> None:
+        if len(self._doubted) > REMEMBERED:
+            self._doubted.clear()
+        self._doubted.update(names)
 
     def _missing(self) -> list[BlockName]:
         """Hot blocks that belong on the SSD and are not there, nor on their way."""
