@@ -117,16 +117,13 @@ class ColdTier:
             self._index = None
         self.offline = self.offline or "closed"
 
-    def retry(self) -> None:
-        """Try to come back online when it is time to."""
-        if self.offline is not None and self.offline != "closed" and time.monotonic() >= self._retry_at:
+    def retry(self, *, now: bool = False) -> None:
+        """Try to come back online when it is time to; whether it works again is said by the first write that does."""
+        if self.wants_retry or (now and self.offline not in (None, "closed")):
             try:
                 self.open()
             except CacheRootError as error:
                 self._fail(str(error))
-            if self.offline is None:
-                logger.warning("cold tier: %s works again", self.directory)
-                self._warned.clear()
 
     @property
     def wants_retry(self) -> bool:
@@ -228,7 +225,7 @@ class ColdTier:
     def write(self, block: BlockIdentity, layout: Layout, views: Sequence[View]) -> str | None:
         """Make `block` durable and visible; returns None when it is held, or the reason why it is not."""
         self.retry()
-        if self._index is None:
+        if self._index is None or self.offline is not None:
             return "offline"
         try:
             reason = self._write(self._index, block, layout, views)
@@ -242,6 +239,8 @@ class ColdTier:
             self.refused[reason] += 1
             self._log.write(BlockEvent(event="drop", root=block.root, block=block.name, tier="cold", reason=reason))
             self._explain(reason)
+        elif reason is None:
+            self._works()
         return None if reason == "held" else reason
 
     def describe(self, root: BlockName, fields: Mapping[str, str]) -> None:
@@ -326,15 +325,14 @@ class ColdTier:
 
     def _open(self) -> None:
         prepare_root(self.directory)
-        if self._index is not None:
-            self._index.close()
-            self._index = None
-        index = self._index = self._sound_index() or self._new_index()
+        index = self._sound_index() or self._new_index()
+        before, self._index = self._index, index  # until here the old one answers: a full disk can still be read
+        if before is not None:
+            before.close()
         self._sweep(index)
         adopt_files(self.directory, index, payloads=False, on_damage=self._set_aside)
         self._measure()
         self.offline = None
-        self._retry_s = FIRST_RETRY_S
         blocks, freed = self.shrink(self._effective_budget(index))
         if blocks:
             logger.warning("cold tier: deleted %d blocks, %s, to fit the budget of %s",
@@ -524,6 +522,13 @@ class ColdTier:
         self.offline = text
         self._retry_at = time.monotonic() + (0 if retry_now else self._retry_s)
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+
+    def _works(self) -> None:
+        """A block was written: what was wrong is over, and worth another warning when it comes back."""
+        self._retry_s = FIRST_RETRY_S
+        if "offline" in self._warned:
+            logger.warning("cold tier: %s works again", self.directory)
+            self._warned.clear()
 
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:

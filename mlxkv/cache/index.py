@@ -183,10 +183,11 @@ class Index:
         self._writing.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._writing.execute("COMMIT")
         except BaseException:
-            self._writing.execute("ROLLBACK")
+            if self._writing.in_transaction:  # a full disk may have ended it already
+                self._writing.execute("ROLLBACK")
             raise
-        self._writing.execute("COMMIT")
 
     def is_held(self, name: BlockName, *, writing: bool) -> bool:
         """Whether `name` is held; `writing` counts one whose file is being written."""

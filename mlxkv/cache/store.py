@@ -275,6 +275,7 @@ class BlockStore:
         lost = 0
         if self._mover is not None and self.cold is not None:
             started = time.monotonic()
+            self._submit(lambda cold: cold.retry(now=True))
             self.flush(timeout_s)
             lost = len(self._missing())
             if self._mover.close(max(timeout_s - (time.monotonic() - started), 1.0)):

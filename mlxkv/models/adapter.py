@@ -6,14 +6,16 @@ only the first `offset` tokens count. A model with any other kind runs uncached.
 
 from __future__ import annotations
 
+import io
+import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
-from mlxkv.cache.layout import ArraySpec, Layout
+from mlxkv.cache.layout import DTYPES, ArraySpec, Layout
 from mlxkv.cache.names import BLOCK_TOKENS
 from mlxkv.core.errors import ModelError, UsageError
 from mlxkv.core.platform import keep_open_files_limit
@@ -160,45 +162,100 @@ class Target:
 
     def __init__(self, layout: Layout, capacity_tokens: int) -> None:
         self._layout = layout
-        self._arrays = {
-            spec.path: mx.zeros((1, spec.heads, capacity_tokens, spec.dim), getattr(mx, spec.dtype))
-            for spec in layout.arrays
-        }
-        mx.eval(list(self._arrays.values()))
-        self._bytes = [
-            [np.frombuffer(memoryview(self._arrays[path]).cast("B"), np.uint8).reshape(t.heads, -1) for path in t.paths]
-            for t in layout.tensors
-        ]
+        self._capacity = capacity_tokens
+        self._arrays = _new_arrays(layout, capacity_tokens)
+        self._rows = [[row for path in t.paths for row in _rows(self._arrays[path])] for t in layout.tensors]
 
     def put(self, index: int, payload: Payload, tokens: int) -> int:
         """Copy the first `tokens` tokens of a block to its place; returns the bytes copied."""
         copied = 0
-        for tensor, packed, places in zip(self._layout.tensors, payload, self._bytes, strict=True):
-            source = np.frombuffer(memoryview(packed).cast("B"), np.uint8).reshape(len(places), tensor.heads, -1)
-            size, start = tokens * tensor.row_bytes, index * BLOCK_TOKENS * tensor.row_bytes
-            for place, rows in zip(places, source, strict=True):
-                place[:, start : start + size] = rows[:, :size]
-            copied += size * tensor.heads * len(places)
+        for tensor, packed, rows in zip(self._layout.tensors, payload, self._rows, strict=True):
+            source = memoryview(packed).cast("B")
+            step = len(source) // len(rows)
+            start, size = index * BLOCK_TOKENS * tensor.row_bytes, tokens * tensor.row_bytes
+            for i, row in enumerate(rows):
+                row[start : start + size] = source[i * step : i * step + size]
+            copied += size * len(rows)
         return copied
 
     def views(self, index: int) -> list[memoryview]:
         """Writable bytes of a block's place, in payload order: every array, every head."""
         found: list[memoryview] = []
-        for tensor, places in zip(self._layout.tensors, self._bytes, strict=True):
+        for tensor, rows in zip(self._layout.tensors, self._rows, strict=True):
             size = BLOCK_TOKENS * tensor.row_bytes
-            found += [row[index * size : (index + 1) * size].data for place in places for row in place]
+            found += [row[index * size : (index + 1) * size] for row in rows]
         return found
 
     def copy_of(self, tokens: int) -> Target:
         """A target of its own with the same first `tokens` tokens: what is used when a reader may still write here."""
-        capacity = next(iter(self._arrays.values())).shape[2]
-        copy = Target(self._layout, capacity)
-        for tensor, mine, theirs in zip(self._layout.tensors, self._bytes, copy._bytes, strict=True):
-            for source, place in zip(mine, theirs, strict=True):
-                place[:, : tokens * tensor.row_bytes] = source[:, : tokens * tensor.row_bytes]
+        copy = Target(self._layout, self._capacity)
+        for tensor, mine, theirs in zip(self._layout.tensors, self._rows, copy._rows, strict=True):
+            size = tokens * tensor.row_bytes
+            for source, row in zip(mine, theirs, strict=True):
+                row[:size] = source[:size]
         return copy
 
     def arrays(self) -> dict[str, mx.array]:
         """The arrays, given away: nothing keeps a view, so the first append does not copy."""
-        arrays, self._arrays, self._bytes = self._arrays, {}, []
+        arrays, self._arrays, self._rows = self._arrays, {}, []
         return arrays
+
+
+def _new_arrays(layout: Layout, tokens: int) -> dict[str, mx.array]:
+    """Evaluated arrays `[1, heads, tokens, dim]` of the layout, whose content may be anything.
+
+    A GPU fills them with zeros in no time. A CPU would spend a third of a restore on it, and the only call of MLX that
+    gets memory without filling it is `load`: it leaves that to the file.
+    """
+    if mx.default_device() != mx.cpu:
+        arrays = {
+            spec.path: mx.zeros((1, spec.heads, tokens, spec.dim), getattr(mx, spec.dtype)) for spec in layout.arrays
+        }
+    else:
+        arrays = mx.load(_NothingToRead(layout, tokens), format="safetensors", stream=mx.cpu)
+    mx.eval(list(arrays.values()))
+    return arrays
+
+
+class _NothingToRead(io.RawIOBase):
+    """A safetensors file whose header promises the arrays of a layout and whose payload is never read into memory."""
+
+    def __init__(self, layout: Layout, tokens: int) -> None:
+        super().__init__()
+        table, size = {}, 0
+        for spec in layout.arrays:
+            name, width = DTYPES[spec.dtype]
+            shape, start = [1, spec.heads, tokens, spec.dim], size
+            size += math.prod(shape) * width
+            table[spec.path] = {"dtype": name, "shape": shape, "data_offsets": [start, size]}
+        text = json.dumps(table).encode()
+        self._header = len(text).to_bytes(8, "little") + text
+        self._size = len(self._header) + size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, memory: Any, /) -> int:
+        """Fill in what belongs to the header and leave the rest of `memory` as it is."""
+        part = self._header[self._at : self._at + len(memory)]
+        memory[: len(part)] = part
+        self._at += len(memory)
+        return len(memory)
+
+
+def _rows(array: mx.array) -> list[memoryview]:
+    """The bytes of each head of `[1, heads, tokens, dim]`, writable."""
+    flat = memoryview(array).cast("B")
+    size = len(flat) // array.shape[1]
+    return [flat[i : i + size] for i in range(0, len(flat), size)]

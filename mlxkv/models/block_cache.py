@@ -232,13 +232,13 @@ class CachedSequence:
     """One request: what was restored for it, and what it commits. Owner: the thread that owns MLX."""
 
     def __init__(self, cache: BlockCache, packed: bytes, root: BlockName) -> None:
+        self._started = time.perf_counter()
         self.id = uuid.uuid4().hex[:12]
         self.plan = cache.store.plan(root, packed)
         self.prompt_tokens = len(packed) // TOKEN_BYTES
         self.first_token_s: float | None = None
         self._cache = cache
         self._root = root
-        self._started = time.perf_counter()
         self._finished = False
         self._output_tokens = 0
         self._adapter = cache._adapter
@@ -267,6 +267,7 @@ class CachedSequence:
         self.held = self.plan.match.tokens
         self.prompt_cache = adapter.build(target, self.held) if self.held else adapter.new_prompt_cache()
         cache.store.used(self.plan.match.parts)
+        cache.store.unpin_tail(self.plan)
         assert self.held <= planned.tokens
 
     @property

@@ -30,18 +30,32 @@ SCALED_ROPE = ("rope_scaling", "rope_parameters")
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """Digest of what a config says about the computation; the maximum context only counts where RoPE depends on it."""
-    kept = {key: value for key, value in config.items() if key not in NOT_IDENTITY}
+    """Digest of what a config says about the computation, RoPE apart (`rope_text` is a field of its own).
+
+    The maximum context only counts where RoPE depends on it.
+    """
+    kept = {key: value for key, value in config.items() if key not in NOT_IDENTITY and not _is_rope(key)}
+    if isinstance(kept.get("text_config"), Mapping):
+        kept["text_config"] = {key: value for key, value in kept["text_config"].items() if not _is_rope(key)}
     if not any(config.get(key) for key in SCALED_ROPE):
         kept.pop("max_position_embeddings", None)
-    return sha256(json.dumps(kept, sort_keys=True, separators=(",", ":"), default=str).encode()).hexdigest()
+    return sha256(_canonical(kept).encode()).hexdigest()
 
 
 def rope_text(config: Mapping[str, Any]) -> str:
-    """The RoPE settings of a config, for a person who compares two roots."""
-    inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    found = {key: value for key, value in {**config, **(inner or {})}.items() if "rope" in key or "rotary" in key}
-    return json.dumps(found, sort_keys=True, separators=(",", ":"), default=str)
+    """All RoPE settings of a config, as a person can read them who compares two roots."""
+    found = {key: value for key, value in config.items() if _is_rope(key)}
+    if isinstance(config.get("text_config"), Mapping):
+        found["text_config"] = {key: value for key, value in config["text_config"].items() if _is_rope(key)}
+    return _canonical(found)
+
+
+def _is_rope(key: str) -> bool:
+    return "rope" in key or "rotary" in key
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
 
 
 def module_fields(module: nn.Module, tokenizer: object = None) -> dict[str, str]:
@@ -58,9 +72,15 @@ def module_fields(module: nn.Module, tokenizer: object = None) -> dict[str, str]
         "quantization": quantization_text(module),
         "config": config_digest(config),
         "rope": rope_text(config),
-        "adapter": "none",
+        "adapter": adapter_text(module),
         "tokenizer": tokenizer_digest(tokenizer),
     }
+
+
+def adapter_text(module: nn.Module) -> str:
+    """What a LoRA in memory has beside its parameters: the scale of every layer it is in, as a digest."""
+    found = [f"{path} {layer.scale}" for path, layer in module.named_modules() if "lora_a" in layer]
+    return sha256("\n".join(sorted(found)).encode()).hexdigest() if found else "none"
 
 
 def parameters_digest(parameters: Iterable[tuple[str, mx.array]]) -> str:
@@ -75,13 +95,19 @@ def parameters_digest(parameters: Iterable[tuple[str, mx.array]]) -> str:
 
 
 def tokenizer_digest(tokenizer: object) -> str:
-    """Digest of what turns text into ids: vocabulary, merges, added tokens and the chat template."""
+    """Digest of what turns text into ids: vocabulary, merges, added tokens and the chat template.
+
+    The same whether mlx-lm wrapped the tokenizer of transformers or not, and whatever it was used for before.
+    """
     if tokenizer is None:
         return "none"
-    inner = getattr(tokenizer, "_tokenizer", tokenizer)  # mlx-lm wraps the tokenizer of transformers
-    backend = getattr(inner, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else json.dumps(sorted(inner.get_vocab().items()))  # type: ignore[attr-defined]
-    template = getattr(inner, "chat_template", None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        text = json.dumps(sorted(tokenizer.get_vocab().items()))  # type: ignore[attr-defined]
+    else:
+        whole = backend.to_str()
+        text = whole[whole.index('"added_tokens"') :]  # before it stand truncation and padding, which calls leave there
+    template = getattr(tokenizer, "chat_template", None)
     return sha256(f"{len(text)}:{text}{template}".encode()).hexdigest()
 
 
