@@ -1,6 +1,7 @@
 """What every test has: reproducible hypothesis runs, MLX's reference BLAS, and no way into the user's own cache."""
 
 import os
+import sys
 
 os.environ.setdefault("MLXKV_BLAS", "none")  # tests ask for equality to the bit; a tuned BLAS picks kernels by shape
 
@@ -19,3 +20,14 @@ def _own_home(tmp_path_factory):
         patch.setenv("HOME", str(home))
         patch.setenv("XDG_CACHE_HOME", str(home / ".cache"))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_clock_decides(monkeypatch):
+    """A tiny model may compute faster than a busy machine restores, and the never-slower rule would then be right.
+
+    Without a measured prefill it stays out of the way; its own tests set the rates themselves.
+    """
+    block_cache = sys.modules.get("mlxkv.models.block_cache")
+    if block_cache is not None:
+        monkeypatch.setattr(block_cache, "MEASURED_TOKENS", 10**9)

@@ -42,7 +42,7 @@ Hot = Annotated[
         metavar="SIZE",
         envvar="MLXKV_HOT",
         parser=_size,
-        help="Most memory the hot tier may hold, such as 4GiB. Without it, a share of what is free.",
+        help="Most memory the hot tier may hold, such as 4GiB. Without it, an eighth of the machine's.",
     ),
 ]
 Cold = Annotated[
@@ -52,7 +52,7 @@ Cold = Annotated[
         metavar="SIZE",
         envvar="MLXKV_COLD",
         parser=_size,
-        help="Most the cold tier may take on the SSD, such as 50GiB.",
+        help="Most the cold tier may take on the SSD, such as 50GiB. Without it, 20GiB.",
     ),
 ]
 NoCold = Annotated[

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
 from mlxkv.cache.block_log import RequestEvent
-from mlxkv.core.errors import UsageError
+from mlxkv.core.errors import MlxkvError, UsageError
 from mlxkv.engine.generate import Progress, generate
 from mlxkv.models.block_cache import BlockCache
 from mlxkv.models.chat import render
@@ -49,13 +49,14 @@ class Chat:
         Leaving the loop early stops the reply; what was said so far stays in the conversation.
 
         Raises:
-            UsageError: the conversation does not fit the model's context, before anything is computed.
+            UsageError: the conversation does not fit the model's context, or its template refuses the message. Nothing
+                was computed, and the conversation is what it was before.
         """
         self.messages.append({"role": "user", "content": text})
         try:
             prompt = render(self._model.tokenizer, self.messages)
             max_tokens = self._room(len(prompt), sampling.max_tokens)
-        except UsageError:
+        except MlxkvError:
             self.messages.pop()
             raise
         if sampling.seed is not None:

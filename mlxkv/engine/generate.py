@@ -92,13 +92,13 @@ def _run(
     on_progress: Progress,
 ) -> Iterator[int]:
     prefill(module, sequence, prompt, chunk_tokens, on_progress)
-    token = _step(module, sequence.prompt_cache, mx.array(prompt[-1:]), sampler)
-    mx.async_eval(token)
+    token = _queue(module, sequence.prompt_cache, mx.array(prompt[-1:]), sampler)
+    ahead: mx.array | None = None
     for count in range(1, max_tokens + 1):
-        # The next step is queued before this token is read, so the device never waits for Python.
-        following = _step(module, sequence.prompt_cache, token, sampler) if count < max_tokens else None
-        if following is not None:
-            mx.async_eval(following)
+        # The next step is queued before this token is read, so that the device never waits for Python; but the first
+        # token is handed out before: on a CPU, queueing a step waits for most of the one before.
+        if 1 < count < max_tokens:
+            ahead = _queue(module, sequence.prompt_cache, token, sampler)
         value = int(token.item())
         if count == 1:
             sequence.first_token()
@@ -108,9 +108,8 @@ def _run(
             return
         yield value
         sequence.commit()
-        if following is None:
-            return
-        token = following
+        if count < max_tokens:
+            token = _queue(module, sequence.prompt_cache, token, sampler) if ahead is None else ahead
 
 
 def prefill(
@@ -127,15 +126,18 @@ def prefill(
         mx.eval([cache.state for cache in sequence.prompt_cache])
         at = stop
         sequence.commit()
-        mx.clear_cache()
+        if not on_cpu():
+            mx.clear_cache()  # a GPU's buffers of this chunk's sizes; on a CPU they are used again
         on_progress(at, len(prompt))
     sequence.prefilled(at - first, time.perf_counter() - started)
 
 
-def _step(module: nn.Module, prompt_cache: list[Any], token: mx.array, sampler: Sampler) -> mx.array:
-    """Queue one forward pass of `token` [1] and the sampling of the next; nothing is evaluated."""
+def _queue(module: nn.Module, prompt_cache: list[Any], token: mx.array, sampler: Sampler) -> mx.array:
+    """Start one forward pass of `token` [1] and the sampling of the next, which is returned before it is there."""
     logits = module(token[None], cache=prompt_cache)[:, -1, :]
-    return sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+    sampled = sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+    mx.async_eval(sampled)
+    return sampled
 
 
 def _ignore(done: int, total: int) -> None:

@@ -209,20 +209,24 @@ class BlockCache:
         assert self._adapter is not None
         target = self._adapter.target(capacity_tokens)
         parts = plan.match.parts
-        good = 0
+        cold: list[int] = []
         started = time.perf_counter()
         copied = 0
-        while good < len(parts) and (payload := self.store.payload(parts[good])) is not None:
-            copied += target.put(parts[good].index, payload, parts[good].tokens)
-            good += 1
+        for i, part in enumerate(parts):  # a block on its way to the SSD is in memory and may follow one that is not
+            payload = self.store.payload(part)
+            if payload is None:
+                cold.append(i)
+            else:
+                copied += target.put(part.index, payload, part.tokens)
         if copied:
             self.store.hot_rate.add(copied, time.perf_counter() - started)
-        if good < len(parts):
-            cold = parts[good:]
-            compute_s = self.prefill_rate.seconds(sum(part.tokens for part in cold))
+        good = len(parts)
+        if cold:
+            waiting = [parts[i] for i in cold]
+            compute_s = self.prefill_rate.seconds(sum(part.tokens for part in waiting))
             deadline_s = UNKNOWN_DEADLINE_S if compute_s is None else compute_s + SLACK_S
-            read = self.store.read(root, cold, self.layout, target.views, deadline_s, request=request)
-            good += read.parts
+            read = self.store.read(root, waiting, self.layout, target.views, deadline_s, request=request)
+            good = cold[read.parts] if read.parts < len(cold) else len(parts)
             if read.overran:
                 target = target.copy_of(sum(part.tokens for part in parts[:good]))
         return target, good

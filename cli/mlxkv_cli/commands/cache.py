@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.table import Column, Table
 
 from mlxkv.core.config import COLD_BYTES, DAILY_WRITE_BYTES, default_floor_bytes, default_hot_bytes
-from mlxkv.core.errors import UsageError
+from mlxkv.core.errors import CacheRootError, UsageError
 from mlxkv.core.platform import default_cache_dir
 from mlxkv.core.units import format_bytes, parse_bytes
 from mlxkv_cli.caching import warnings_on
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="See, check and shrink the blocks on the SSD.")
 
+SHOWN_BLOCKS = 50
 Model = Annotated[str | None, typer.Option("--model", metavar="NAME", help="Only the blocks of this model.")]
 
 
@@ -82,7 +83,12 @@ def info(cache_dir: CacheDir = None, hot: Hot = None, cold: Cold = None, as_json
 def ls(
     cache_dir: CacheDir = None,
     model: Model = None,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Most blocks to show; 0 shows all.")] = 50,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit", metavar="N", min=0, help="Most blocks to show; 0 shows all. Without it, 50, or with --json all."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """The blocks, chain by chain: tokens, size, hits and age of each."""
@@ -92,7 +98,8 @@ def ls(
     with _tier(cache_dir or default_cache_dir(), output) as tier:
         everything = maintenance.chains(tier) if tier else iter(())
         chosen = [item for item in everything if model in (None, item.model)]
-    shown = chosen if limit == 0 or as_json else list(islice(chosen, limit))
+    most = (0 if as_json else SHOWN_BLOCKS) if limit is None else limit
+    shown = chosen[:most] if most else chosen
     rows = [
         (
             item.row.name.hex()[:12],
@@ -242,7 +249,13 @@ def _tier(directory: Path, output: Output) -> Iterator[ColdTier | None]:
     if not directory.exists():
         yield None
         return
-    with warnings_on(output), offline_open(directory, BlockLog()) as tier:
+    with warnings_on(output), ExitStack() as opened:
+        try:
+            tier = opened.enter_context(offline_open(directory, BlockLog()))
+        except (OSError, sqlite3.Error) as error:
+            raise CacheRootError(
+                f"cannot use {directory} ({error}); run `mlxkv doctor`, or choose another --cache-dir."
+            ) from error
         yield tier
 
 

@@ -22,12 +22,15 @@ def chat(
     prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Ask this one thing and stop.")] = None,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")] = None,
     adapter: Annotated[str | None, typer.Option("--adapter", metavar="DIR", help="A LoRA adapter of mlx-lm.")] = None,
-    temp: Annotated[float, typer.Option("--temp", help="Temperature; 0 takes the likeliest token.")] = 0.0,
+    temp: Annotated[
+        float, typer.Option("--temp", metavar="NUMBER", help="Temperature; 0 takes the likeliest token.")
+    ] = 0.0,
     top_p: Annotated[
-        float, typer.Option("--top-p", help="Sample from the likeliest tokens that add up to this.")
+        float,
+        typer.Option("--top-p", metavar="NUMBER", help="Sample from the likeliest tokens that add up to this."),
     ] = 1.0,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens in a reply.")] = 512,
-    seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens in a reply.")] = 512,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Makes sampling repeatable.")] = None,
     cache_dir: CacheDir = None,
     hot: Hot = None,
     cold: Cold = None,

@@ -20,12 +20,15 @@ from mlxkv_cli.caching import cache_config, open_cache
 from mlxkv_cli.options import CacheDir, Json
 from mlxkv_cli.output import Output
 
+ANY_BYTES = 2**62
+
 # MLX and mlxkv.models are imported inside the commands: `mlxkv --help` must not wait for them.
 
 
 def demo(
     cache_dir: CacheDir = None,
     as_json: Json = False,
+    tokens: Annotated[int | None, typer.Option("--tokens", hidden=True, help="About how long the prompt is.")] = None,
     restart: Annotated[str, typer.Option("--restart", hidden=True, help="The salt of the run to find again.")] = "",
 ) -> None:
     """Compute a prompt, then find it again: in memory, and from a new process on the SSD.
@@ -37,7 +40,8 @@ def demo(
 
     output = Output(json=as_json)
     directory = cache_dir or default_cache_dir().parent / "demo"
-    slow = is_slow()
+    slow = is_slow() and tokens is None
+    wanted = tokens or (SLOW_PROMPT_TOKENS if slow else PROMPT_TOKENS)
     if slow and not restart:
         output.say(
             f"mlxkv: no fast BLAS was found, so the prompt has {SLOW_PROMPT_TOKENS} tokens and not {PROMPT_TOKENS:,};"
@@ -46,9 +50,10 @@ def demo(
     if not restart:
         output.say(f"mlxkv: loading {DEMO} ...", "dim")
     model = load(DEMO)
-    prompt = demo_prompt(model, SLOW_PROMPT_TOKENS if slow else PROMPT_TOKENS)
+    prompt = demo_prompt(model, wanted)
     warm_up(model)
-    config = cache_config(directory, 2 * GIB, 2 * GIB, no_cold=False, log=None)
+    # A directory that somebody named may hold more than the demo's own: nothing of it may go for the demo.
+    config = cache_config(directory, 2 * GIB, 2 * GIB if cache_dir is None else ANY_BYTES, no_cold=False, log=None)
     if restart:
         with open_cache(model, config, output) as cache:
             run = demo_run("restart", model, cache, prompt, salt=restart)
@@ -72,7 +77,7 @@ def demo(
             runs = [vars(demo_run("cold", model, cache, prompt, salt=salt, on_progress=progress))]
         runs.append(vars(demo_run("hot", model, cache, prompt, salt=salt)))
     output.say("mlxkv: starting a new process ...", "dim")
-    runs.append(_restarted(salt, directory))
+    runs.append(_restarted(salt, wanted, directory))
     equal = len({run["text"] for run in runs}) == 1
     output.result(
         _shown(runs, len(prompt), block_bytes, equal, directory),
@@ -87,9 +92,10 @@ def demo(
         raise typer.Exit(1)
 
 
-def _restarted(salt: str, directory: Path) -> dict[str, Any]:
+def _restarted(salt: str, tokens: int, directory: Path) -> dict[str, Any]:
     """The same prompt in a process that never saw it."""
-    command = [sys.executable, "-m", "mlxkv_cli.main", "demo", "--restart", salt, "--cache-dir", str(directory)]
+    options = ["--restart", salt, "--tokens", str(tokens), "--cache-dir", str(directory)]
+    command = [sys.executable, "-m", "mlxkv_cli.main", "demo", *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise MlxkvError("the new process failed (its own words are above); run `mlxkv doctor`.")

@@ -1,0 +1,153 @@
+"""The page docs/cli.md, made from the commands' own `--help`: `python -m mlxkv_cli.docs > docs/cli.md`.
+
+A test holds the page to the commands, and what `--json` prints to `JSON_FIELDS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+import typer.main
+
+from mlxkv_cli.main import app
+
+JSON_FIELDS: dict[str, dict[str, str]] = {
+    "demo": {
+        "block_bytes": "bytes of K and V in a block, all layers",
+        "block_tokens": "64",
+        "prompt_tokens": "length of the prompt",
+        "runs": "one object a run, `cold`, `hot` and `restart`: `name`, `hot_tokens`, `cold_tokens`, `computed_tokens`,"
+        " `ttft_s`, `restored_bytes`, `text`",
+        "outputs_equal": "whether the three texts are the same; exit code 1 when not",
+        "cache_dir": "where the blocks are",
+    },
+    "chat": {
+        "text": "the reply",
+        "request": "the `request` event of [the block log](block-log.md)",
+    },
+    "cache info": {
+        "cache_dir": "the cold tier's root",
+        "used_bytes": "physical bytes of the root",
+        "cold_budget_bytes": "most it may take",
+        "hot_budget_bytes": "most memory the hot tier of a process may hold",
+        "floor_bytes": "free disk that is never used",
+        "daily_write_bytes": "most that is written in a day (UTC)",
+        "written_today_bytes": "how much of it is written",
+        "quarantined_files": "damaged files set aside",
+        "quarantined_bytes": "their physical bytes",
+        "models": "one object a root: `root`, `model`, `blocks`, `tokens`, `used_bytes`, `hits`, `last_used` (seconds"
+        " since 1970)",
+    },
+    "cache ls": {
+        "blocks": "one object a block, a block before what continues it: `block`, `parent`, `root`, `model`, `index`,"
+        " `tokens`, `bytes`, `tier`, `hits`, `created`, `used`",
+    },
+    "cache show": {
+        "block": "its name, 64 hex digits",
+        "parent": "the name it continues; the root for the first",
+        "root": "its root",
+        "model": "the model's name",
+        "index": "its place in the chain, from 0",
+        "tokens": "64",
+        "bytes": "physical bytes of its file",
+        "tier": "`cold`",
+        "hits": "how often it was restored",
+        "created": "when its row was made, ISO 8601",
+        "used": "when it was last used",
+        "file": "its file",
+        "children": "names of the blocks that continue it",
+        "token_ids": "its 64 tokens",
+        "text": "the tokens as text, only with `--text`",
+    },
+    "cache verify": {
+        "blocks": "sound blocks",
+        "read_bytes": "bytes read",
+        "problems": "count by kind; exit code 1 when there is one and `--fix` was not given",
+        "files": "one object a problem: `problem`, `file`",
+        "foreign": "files in the root that are not the cache's; nothing is done to them",
+        "fixed": "whether `--fix` was given",
+    },
+    "cache prune": {
+        "planned_blocks": "blocks that would go",
+        "planned_bytes": "their physical bytes",
+        "blocks": "blocks deleted",
+        "freed_bytes": "their physical bytes",
+        "dry_run": "whether `--dry-run` was given",
+    },
+    "doctor": {
+        "versions": "Python and the packages that matter",
+        "machine": "CPU, cores, memory, system",
+        "device": "what MLX computes on, and its limit",
+        "blas": "the BLAS in use, and why",
+        "cache": "the root: path, owner, mode, free disk",
+        "open_files": "the limits in force",
+        "demo_weights": "the demo model's file",
+        "fixes": "what has to be mended, each with a command; exit code 1 when there is one",
+        "hints": "what could be better",
+    },
+}
+JSON_FIELDS["cache clear"] = JSON_FIELDS["cache prune"]
+
+HEAD = """# Commands
+
+Made by `python -m mlxkv_cli.docs` from the commands themselves; do not edit by hand.
+
+Data is on stdout, talk on stderr. With `--json` stdout is one JSON object with the fields named here. Exit codes:
+0 done, 1 a negative answer or it could not be done, 2 wrong usage, 130 stopped with Ctrl-C. An error is one sentence
+that ends in what to do; `MLXKV_DEBUG=1` shows where it was raised. An option that names a variable can be set there
+for good.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    group: Any = typer.main.get_command(app)
+    names: list[str] = group.list_commands(typer.Context(group))
+    parts = [HEAD, "\n".join(f"- [`mlxkv {name}`](#mlxkv-{name.replace(' ', '-')})" for name in names) + "\n"]
+    for name in names:
+        parts.append("\n".join(_section(name, group.get_command(typer.Context(group), name))))
+    return "\n".join(parts)
+
+
+def _section(name: str, command: Any) -> Iterator[str]:
+    shown = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
+    arguments = [parameter for parameter in shown if not parameter.opts[0].startswith("-")]
+    options = [parameter for parameter in shown if parameter.opts[0].startswith("-")]
+    yield f"## mlxkv {name}\n"
+    yield f"{command.help}\n"
+    usage = " ".join([f"mlxkv {name}", *(_name(argument) for argument in arguments), "[OPTIONS]"])
+    examples = [line.strip().replace("\\[", "[") for line in command.epilog.splitlines()[1:]]
+    yield "\n".join(f"    {line}" for line in [usage, "", *examples]) + "\n"
+    yield "| | |\n|---|---|"
+    for parameter in [*arguments, *options]:
+        yield f"| `{_name(parameter)}` | {_meaning(parameter)} |"
+    fields = JSON_FIELDS.get(name)
+    if fields:
+        yield "\nWith `--json`:\n\n| field | means |\n|---|---|"
+        for field, means in fields.items():
+            yield f"| `{field}` | {means} |"
+    yield ""
+
+
+def _name(parameter: Any) -> str:
+    if not parameter.opts[0].startswith("-"):
+        return str(parameter.metavar or parameter.name.upper())
+    names = ", ".join(parameter.opts)
+    return f"{names} {parameter.metavar}" if parameter.metavar else names
+
+
+def _meaning(parameter: Any) -> str:
+    said = [parameter.help or ""]
+    if parameter.required and parameter.opts[0].startswith("-"):
+        said.append("Required.")
+    if parameter.default not in (None, False, ""):
+        said.append(f"Default: {parameter.default}.")
+    if parameter.envvar:
+        said.append(f"Variable: `{parameter.envvar}`.")
+    return " ".join(said)
+
+
+if __name__ == "__main__":
+    print(page(), end="")
