@@ -23,6 +23,25 @@ JSON_FIELDS: dict[str, dict[str, str]] = {
         "outputs_equal": "whether the three texts are the same; exit code 1 when not",
         "cache_dir": "where the blocks are",
     },
+    "budget": {
+        "model": "what it is called",
+        "versions": "`mlxkv`, `mlx`, `mlx_lm`",
+        "kv": "KV of one sequence in exact bytes; this and the rest in [the budget](budget.md#json)",
+        "weights": "`bytes`, `params`, `bits`",
+        "machine": "its limits, and where they are from",
+        "contexts": "one object a context: bytes, `fits`, `binding`, waiting times as `low`, `mid`, `high`",
+        "max_context_tokens": "the longest context that fits",
+        "max_sequences": "how many sequences of the longest listed context that fits",
+        "verdict": "`fits`, `tight` or `does not fit`",
+        "advice": "what to change, best first",
+        "tiers": "only with `--hot` or `--cold`: `bytes` and `tokens` of each",
+        "terms": "only with `--explain`: every term with its formula and source",
+        "models": "only with `compare`: one such object a model, and nothing else",
+    },
+    "models": {
+        "models": "one object a model: `name`, `hub_id`, `bytes_per_token`, `bytes_per_block`, `window_tokens`,"
+        " `window_bytes_per_token`, `fixed_bytes`, `context_tokens`",
+    },
     "chat": {
         "text": "the reply",
         "request": "the `request` event of [the block log](block-log.md)",

@@ -20,7 +20,7 @@ import typer.core
 import typer.main
 
 from mlxkv.core.errors import MlxkvError
-from mlxkv_cli.commands import cache, chat, demo, doctor
+from mlxkv_cli.commands import budget, cache, chat, demo, doctor, models
 from mlxkv_cli.options import examples
 from mlxkv_cli.output import Output
 
@@ -75,6 +75,14 @@ def _root(
 
 # The order here is the order on the screen.
 app.command(epilog=examples("mlxkv demo", "mlxkv demo --json"))(demo.demo)
+app.command(
+    epilog=examples(
+        "mlxkv budget Qwen2.5-0.5B-Instruct",
+        "mlxkv budget Qwen3-8B --weights 4 --context 8k,32k --ram 24GB --json",
+        "mlxkv budget compare Llama-3.1-8B Qwen3-8B --weights 4 --context 32k",
+    )
+)(budget.budget)
+app.command(epilog=examples("mlxkv models", "mlxkv models --json"))(models.models)
 app.command(
     epilog=examples(
         "mlxkv chat smollm2-135m", 'mlxkv chat smollm2-135m --prompt "What is the capital of France?" --json'
