@@ -34,9 +34,14 @@ PACKAGES = ("mlxkv", "mlx", "mlx-lm", "numpy")
 
 @dataclass(frozen=True)
 class Samples:
-    """Seconds of one variant, a number a round."""
+    """Seconds of one variant, a number a round; `cpu_seconds` are the whole process's, all threads together.
+
+    CPU seconds are steadier than the clock on a busy machine, unless a BLAS with several threads spins while it waits:
+    OPENBLAS_NUM_THREADS=1 stops that.
+    """
 
     seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...]
 
     @property
     def median(self) -> float:
@@ -81,12 +86,14 @@ class Figure:
 
 def in_turns(variants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Samples]:
     """Run every variant once a round, each round beginning with another one; a variant returns its own seconds."""
-    found: dict[str, list[float]] = {name: [] for name in variants}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     names = list(variants)
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            found[name].append(variants[name]())
-    return {name: Samples(tuple(seconds)) for name, seconds in found.items()}
+            before = time.process_time()
+            seconds = variants[name]()
+            found[name].append((seconds, time.process_time() - before))
+    return {name: Samples(*zip(*pairs, strict=True)) for name, pairs in found.items()}
 
 
 def timed(work: Callable[[], object]) -> Callable[[], float]:

@@ -10,7 +10,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,8 +254,7 @@ class Index:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when sums, counts of children or parents do not agree with the rows."""
-        with self._lock:
-            ask = self._reading.execute
+        with self._lock, self._snapshot() as ask:
             counted = ask("SELECT count(*), coalesce(sum(bytes), 0) FROM blocks").fetchone()
             assert counted == ask("SELECT blocks, bytes FROM totals").fetchone(), "totals differ from the rows"
             wrong = ask(
@@ -267,6 +266,15 @@ class Index:
                 " (SELECT 1 FROM blocks WHERE name = b.parent AND place = b.place - 1)"
             ).fetchone()[0]
             assert orphans == 0, f"{orphans} blocks have no parent"
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[Callable[[str], sqlite3.Cursor]]:
+        """Ask several questions of one and the same state, whoever writes meanwhile."""
+        self._reading.execute("BEGIN")
+        try:
+            yield self._reading.execute
+        finally:
+            self._reading.execute("COMMIT")
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)

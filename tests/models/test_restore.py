@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from functools import cache as remember
 from hashlib import sha256
@@ -338,11 +339,14 @@ def test_a_damaged_block_is_computed_and_written_again_in_the_same_request(hot: 
         cache.commit(expected.prompt, expected.prompt_cache)
     names = chain_files(tmp_path / "blocks")
     os.truncate(names[2], 5000)
+    go = threading.Event()
     with open_cache(model("llama"), tmp_path / "blocks", hot=hot) as cache:
+        assert cache.store._mover is not None
+        cache.store._mover.submit(lambda: go.wait(20))  # it sets the block aside only when the request has ended
         warm = run_warm(cache, model("llama"), expected.prompt)
         assert (warm.held, warm.event.cold_tokens, warm.event.reason) == (128, 128, "damaged")
         assert_equals_fresh(warm, expected)
-        assert cache.store._mover is not None
+        go.set()
         cache.store._mover.flush(20)
         assert chain_files(tmp_path / "blocks") == names
         assert cache.store.cold is not None

@@ -45,7 +45,7 @@ from mlxkv.cache import mover as mover_module
 from mlxkv.cache import store as store_module
 from mlxkv.cache.codec import inspect
 from mlxkv.cache.cold import QUARANTINE, ColdTier
-from mlxkv.cache.index import FILE_NAME
+from mlxkv.cache.index import FILE_NAME, Index
 from mlxkv.cache.layout import Layout
 from mlxkv.cache.store import BlockStore
 from mlxkv.core.config import CacheConfig
@@ -109,6 +109,13 @@ def forget_hot(cache: BlockCache | BlockStore) -> None:
     store._collect()
     while store.hot.evict() is not None:
         pass
+
+
+def on_its_thread(store: BlockStore, work: Callable[[], object]) -> None:
+    """Have the mover do something to the cold tier, as only its thread may, and wait for it."""
+    assert store._mover is not None
+    store._mover.submit(work)
+    assert store._mover.flush(SOON_S)
 
 
 def eventually(condition: Callable[[], object]) -> None:
@@ -263,10 +270,14 @@ def test_a_block_cut_by_a_limit_on_files_is_never_seen(tmp_path: Path, caplog: p
     chain = random_blocks(3, seed=1)
     commit(store, chain[:1], large)
     assert store.flush(SOON_S)
+    cold = store.cold
+    assert cold is not None
     with largest_file(MIB // 2):
         commit(store, chain[1:], large)
-        assert not store.flush(SOON_S)
-        assert len(block_files(tmp_path / "blocks")) == 1
+        for _ in range(3):
+            assert not store.flush(SOON_S)
+            eventually(lambda: cold.offline is None)  # open again: that it cannot be written shows at the next write
+        assert cold.totals()[0] == len(block_files(tmp_path / "blocks")) == 1
         assert list(tmp_path.rglob("*.tmp")) == []
     assert len(warnings(caplog)) == 1
     assert os.strerror(errno.EFBIG) in warnings(caplog)[0]
@@ -320,8 +331,16 @@ def test_a_link_to_nothing_in_the_place_of_the_root_is_not_followed(
         comes_back(cache)
 
 
-def test_a_disk_that_is_not_mounted_is_never_made_up(caplog: pytest.LogCaptureFixture) -> None:
-    absent = Path("/Volumes/MLXKV-TEST-ABSENT")
+@pytest.fixture
+def absent() -> Iterator[Path]:
+    """Where a disk of this name would be mounted; removed when somebody makes it up."""
+    path = Path("/Volumes/MLXKV-TEST-ABSENT")
+    yield path
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def test_a_disk_that_is_not_mounted_is_never_made_up(absent: Path, caplog: pytest.LogCaptureFixture) -> None:
     with open_cache(absent / "cache") as cache:
         assert (ask(cache), ask(cache)) == (0, 199)
         cache.check_integrity()
@@ -455,9 +474,10 @@ def test_foreign_files_are_neither_opened_nor_deleted_nor_followed(
     (directory / FILE_NAME).unlink()  # so that the files are searched
     with open_cache(directory) as cache:
         assert ask(cache) == 192
-        assert cache.store.cold is not None
-        cache.store.cold.delete(cache.store.cold.rows(), reason="clear")
-        assert cache.store.cold.totals()[0] == 0
+        cold = cache.store.cold
+        assert cold is not None
+        on_its_thread(cache.store, lambda: cold.delete(cold.rows(), reason="clear"))
+        assert cold.totals()[0] == 0
     for path in (companion, directory / ".DS_Store", directory / "movie.mp4", other, outside):
         assert path.exists(), path
     assert link.is_symlink()
@@ -544,6 +564,66 @@ def test_an_index_damaged_while_running_never_reaches_a_request(
     with open_cache(tmp_path / "blocks") as cache:
         assert ask(cache) == 192
     is_whole(tmp_path / "blocks")
+
+
+def test_an_index_that_cannot_be_read_is_a_miss_and_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_cache(tmp_path / "blocks") as cache:
+        ask(cache)
+        assert cache.store.flush(SOON_S)
+        forget_hot(cache)
+        with monkeypatch.context() as patch:
+            for name in ("walk", "children", "same_start", "totals"):
+                patch.setattr(Index, name, malformed)
+            assert ask(cache) == 0
+            assert cache.store.cold is not None
+            assert cache.store.cold.totals() == (0, 0)
+        assert len(warnings(caplog)) == 1
+        assert "malformed" in warnings(caplog)[0]
+        comes_back(cache)
+
+
+def malformed(*_: object) -> Any:
+    raise sqlite3.DatabaseError("database disk image is malformed")
+
+
+@pytest.mark.parametrize("statement", ["BEGIN IMMEDIATE", "COMMIT", "INSERT INTO blocks"])
+def test_a_write_to_the_index_that_fails_is_tried_again(
+    statement: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path / "blocks")
+    chain = random_blocks(3, seed=1)
+    commit(store, chain[:1])
+    assert store.flush(SOON_S)
+    assert store.cold is not None
+    assert store.cold._index is not None
+    store.cold._index._writing = Failing(store.cold._index._writing, statement)  # type: ignore[assignment]
+    commit(store, chain[1:])
+    assert not store.flush(SOON_S)
+    eventually(lambda: store.cold is not None and store.cold.offline is None)
+    assert store.flush(SOON_S)
+    store.check_integrity()
+    assert len(warnings(caplog)) == 1
+    assert store.close() == 0
+    is_whole(tmp_path / "blocks")
+    assert len(block_files(tmp_path / "blocks")) == 3
+
+
+class Failing:
+    """A connection whose disk is full when one kind of statement comes."""
+
+    def __init__(self, connection: sqlite3.Connection, statement: str) -> None:
+        self._connection = connection
+        self._statement = statement
+
+    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        if sql.startswith(self._statement):
+            raise sqlite3.OperationalError("database or disk is full")
+        return self._connection.execute(sql, *values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
 
 
 def test_rows_lost_in_a_power_cut_come_back_from_the_files(tmp_path: Path) -> None:
@@ -642,6 +722,21 @@ def test_a_slow_writer_never_stalls_a_commit_and_its_queue_is_bounded_in_bytes(
     assert store.close() == 0
     is_whole(tmp_path / "blocks")
     assert len(block_files(tmp_path / "blocks")) == 100
+
+
+def test_a_block_that_waits_for_the_ssd_is_not_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    slow_down(monkeypatch, 0.0, wait_for=go)
+    store = open_store(tmp_path / "blocks", hot_bytes=0)
+    chain = random_blocks(4, seed=1)
+    for _ in range(3):
+        commit(store, chain)
+        assert store._mover is not None
+        assert store._mover.queued_bytes == 4 * LAYOUT.block_bytes
+        store.check_integrity()
+    go.set()
+    assert store.close() == 0
+    assert len(block_files(tmp_path / "blocks")) == 4
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float, wait_for: threading.Event | None = None) -> None:

@@ -37,6 +37,15 @@ def commit(store: BlockStore, blocks: list[Any]) -> None:
         store.commit(block, tuple(payload_of(block, LAYOUT)))
 
 
+def delete(store: BlockStore, index: int) -> None:
+    """The blocks at a place of their chains go, and what continues them; on the thread that may do it."""
+    cold, mover = store.cold, store._mover
+    assert cold is not None
+    assert mover is not None
+    mover.submit(lambda: cold.delete([row for row in cold.rows() if row.index == index], reason="test"))
+    assert mover.flush(WAIT_S)
+
+
 def test_two_processes_commit_and_restore_on_one_root_and_every_answer_is_right(tmp_path: Path) -> None:
     directory = tmp_path / "blocks"
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "MLXKV_BLAS": "none"}
@@ -92,8 +101,7 @@ def test_a_block_evicted_by_another_process_is_a_miss(tmp_path: Path) -> None:
     commit(a, chain)
     assert a.flush(WAIT_S)
     plan = b.plan(ROOT, b"".join(block.tokens for block in chain) + bytes(4))
-    assert a.cold is not None
-    a.cold.delete([row for row in a.cold.rows() if row.index == 2], reason="test")
+    delete(a, index=2)
     room = {part.index: [bytearray(t.nbytes()) for t in LAYOUT.tensors] for part in plan.match.parts}
     views = lambda index: [memoryview(array) for array in room[index]]  # noqa: E731
     read = b.read(ROOT, plan.match.parts, LAYOUT, views, WAIT_S)
@@ -110,8 +118,8 @@ def test_a_block_whose_parent_another_process_evicted_is_not_written(tmp_path: P
     first, second = random_blocks(2, seed=1)
     commit(store, [first])
     assert store.flush(WAIT_S)
+    delete(store, index=0)
     assert store.cold is not None
-    store.cold.delete(store.cold.rows(), reason="test")
     assert store.cold.write(second, LAYOUT, views_of(payload_of(second, LAYOUT))) == "parent not held"
     assert block_files(tmp_path / "blocks") == []
     store.check_integrity()

@@ -18,7 +18,7 @@ from blocks import ROOT, block_layout, blocks_of, empty_payload, payload_of, vie
 from driving import block_files
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from mlxkv.cache.codec import BlockIdentity, file_name, inspect, relative_path, write_block
 from mlxkv.cache.names import BLOCK_TOKENS, common_tokens, pack
@@ -33,8 +33,8 @@ COLD_BYTES = 3 * MIB // 4  # after the index and the directories there is room f
 NOBODY = 2**22 + 1  # above the largest process id of Linux
 WAIT_S = 20.0
 
-letters = st.integers(0, 2)
-paths = st.lists(letters, min_size=1, max_size=5)
+letters = st.integers(0, 1)
+paths = st.lists(letters, min_size=1, max_size=4)
 rests = st.integers(0, BLOCK_TOKENS - 1)
 
 
@@ -53,6 +53,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.home = Path(tempfile.mkdtemp(prefix="mlxkv-machine-"))
         self.directory = self.home / "blocks"
         self.live: list[Plan] = []
+        self.committed: list[list[int]] = []
         self.open(HOT_BLOCKS)
 
     def open(self, hot_blocks: int) -> None:
@@ -76,9 +77,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     # what requests do
 
+    @initialize(path=paths, rest=rests, last=letters)
+    def commit_first(self, path: list[int], rest: int, last: int) -> None:
+        self.commit(path, rest, last)
+
     @rule(path=paths, rest=rests, last=letters)
     def commit(self, path: list[int], rest: int, last: int) -> None:
-        blocks = blocks_of(tokens_of(path, rest, last))
+        self.committed.append(tokens_of(path, rest, last))
+        blocks = blocks_of(self.committed[-1])
         new = False
         for block in blocks[: len(path)]:
             if new or not self.store.holds(block.name, block.parent, first=block.index == 0):
@@ -90,8 +96,16 @@ class StoreMachine(RuleBasedStateMachine):
         self.settle()
 
     @rule(target=plans, path=paths, rest=rests, last=letters)
-    def match(self, path: list[int], rest: int, last: int) -> Any:
-        tokens = tokens_of(path, rest, last)
+    def match(self, path: list[int], rest: int, last: int) -> Plan:
+        return self.plan(tokens_of(path, rest, last))
+
+    @rule(target=plans, which=st.integers(0, 9), cut=st.integers(0, 70))
+    def match_again(self, which: int, cut: int) -> Plan:
+        """A prompt that was committed, without its last few tokens, and one more."""
+        tokens = self.committed[which % len(self.committed)]
+        return self.plan([*tokens[: max(len(tokens) - cut, 0)], 1])
+
+    def plan(self, tokens: list[int]) -> Plan:
         held = [*self.store.hot.entries(), *self.cold.rows()]
         plan = self.store.plan(ROOT, pack(tokens))
         assert plan.match.tokens == longest_held(tokens, held)
@@ -138,20 +152,17 @@ class StoreMachine(RuleBasedStateMachine):
 
     # what happens to the tiers
 
-    @rule(count=st.sampled_from([1, 2, 99]))
-    def evict_hot(self, count: int) -> None:
-        pinned = {name for plan in self.live for tier, name in plan.pins if tier == "hot"}
-        for _ in range(count):
+    @rule(hot=st.integers(0, 2), cold=st.integers(0, 3), everything=st.integers(0, 4))
+    def evict(self, hot: int, cold: int, everything: int) -> None:
+        """So many blocks of each tier, or now and then all that may go."""
+        hot, cold = (hot, cold) if everything else (99, 99)
+        held = {"hot": self.store.hot, "cold": self.cold}
+        pinned = {(tier, name) for plan in self.live for tier, name in plan.pins if is_held(held[tier], name)}
+        for _ in range(hot):
             self.store.hot.evict()
-        assert all(name in self.store.hot for name in pinned)
-
-    @rule(count=st.sampled_from([1, 3, 99]))
-    def evict_cold(self, count: int) -> None:
-        pinned = {name for plan in self.live for tier, name in plan.pins if tier == "cold"}
-        before = {row.name for row in self.cold.rows()}
-        self.mover.submit(lambda: self.cold.shrink(self.cold.used_bytes - count * 8 * KIB))
+        self.mover.submit(lambda: self.cold.shrink(self.cold.used_bytes - cold * 8 * KIB))
         self.settle()
-        assert before & pinned <= {row.name for row in self.cold.rows()}
+        assert all(is_held(held[tier], name) for tier, name in pinned)
 
     @rule(data=st.data(), how=st.sampled_from(["cut", "flip", "gone"]))
     def damage(self, data: st.DataObject, how: str) -> None:
@@ -169,6 +180,8 @@ class StoreMachine(RuleBasedStateMachine):
                 byte = file.read(1)[0]
                 file.seek(-1, os.SEEK_END)
                 file.write(bytes([byte ^ 1]))
+        while self.store.hot.evict() is not None:
+            pass  # so that what is damaged is asked for
 
     @rule(hot_blocks=st.sampled_from([0, 2, HOT_BLOCKS]))
     def restart(self, hot_blocks: int) -> None:
@@ -229,6 +242,10 @@ class StoreMachine(RuleBasedStateMachine):
         shutil.rmtree(self.home)
 
 
+def is_held(tier: Any, name: bytes) -> bool:
+    return name in tier if tier.name == "hot" else tier.find(name) is not None
+
+
 def arrays_of(block: BlockIdentity) -> tuple[mx.array, ...]:
     return tuple(mx.array(array) for array in payload_of(block, LAYOUT))
 
@@ -285,5 +302,5 @@ def leave_file(directory: Path, block: BlockIdentity, at: str) -> None:
     os.close(fd)
 
 
-StoreMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=25)
+StoreMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=40)
 TestStore = StoreMachine.TestCase
