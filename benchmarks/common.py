@@ -41,7 +41,7 @@ class Samples:
     """
 
     seconds: tuple[float, ...]
-    cpu_seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...] = ()
 
     @property
     def median(self) -> float:

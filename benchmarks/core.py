@@ -95,31 +95,28 @@ def prefill_cost(model: LoadedModel, cache: BlockCache, rounds: int) -> Figure:
 
 
 def decode_cost(model: LoadedModel, cache: BlockCache, rounds: int) -> Figure:
-    """Tokens 2 to 65 of a reply, in which one block fills, over mlx-lm's `generate_step`."""
+    """Tokens 2 to 65 of a reply, in which one block fills, over mlx-lm's `generate_step`, a token of each in turns."""
     say(f"decode of {DECODE_TOKENS} tokens, cache on and off ...")
     prompt = random_tokens(DECODE_PROMPT_TOKENS)
     assert DECODE_PROMPT_TOKENS < 128 <= DECODE_PROMPT_TOKENS + DECODE_TOKENS
-
-    def seconds_of(tokens: Iterator[object]) -> float:
-        next(tokens)
-        before = time.perf_counter()
-        count = sum(1 for _ in tokens)
-        assert count == DECODE_TOKENS
-        return time.perf_counter() - before
-
-    def on() -> float:
-        salt = str(time.perf_counter())
-        generation = generate(model.module, cache, prompt, max_tokens=DECODE_TOKENS + 1, sampler=greedy, salt=salt)
-        seconds = seconds_of(iter(generation))
+    most = DECODE_TOKENS + 1
+    on: list[float] = []
+    off: list[float] = []
+    for i in range(rounds):
+        ours = generate(model.module, cache, prompt, max_tokens=most, sampler=greedy, salt=str(time.perf_counter()))
+        plain = generate_step(mx.array(prompt), model.module, max_tokens=most, sampler=greedy)
+        running = [(iter(ours), on), (iter(plain), off)]
+        for tokens, seconds in running:
+            next(tokens)
+            seconds.append(0.0)
+        for j in range(DECODE_TOKENS):
+            for tokens, seconds in running if (i + j) % 2 else reversed(running):
+                before = time.perf_counter()
+                next(tokens)
+                seconds[-1] += time.perf_counter() - before
+        ours.close()
         cache.store.flush()
-        return seconds
-
-    def off() -> float:
-        return seconds_of(
-            iter(generate_step(mx.array(prompt), model.module, max_tokens=DECODE_TOKENS + 1, sampler=greedy))
-        )
-
-    found = in_turns({"on": on, "off": off}, rounds)
+    found = {"on": Samples(tuple(on)), "off": Samples(tuple(off))}
     return compared(f"decode, cache on over off ({DECODE_TOKENS} tokens)", found, most=1.02)
 
 
@@ -202,6 +199,7 @@ def startup_time(rounds: int) -> list[Figure]:
         def start() -> float:
             before = time.perf_counter()
             store = BlockStore(CacheConfig(directory=directory, hot_bytes=0, cold_bytes=4 * GIB, floor_bytes=0))
+            store.register(root, layout, {"model": "startup"}, model="startup")
             plan = store.plan(root, prompt)
             seconds = time.perf_counter() - before
             assert plan.match.tokens == len(prompt) // 4 - 1

@@ -31,3 +31,9 @@ def _no_clock_decides(monkeypatch):
     block_cache = sys.modules.get("mlxkv.models.block_cache")
     if block_cache is not None:
         monkeypatch.setattr(block_cache, "MEASURED_TOKENS", 10**9)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all-kinds", action="store_true", help="Play every prompt length of every kind of cache (several minutes)."
+    )

@@ -204,7 +204,11 @@ def build_tiny(config: Config, seed: int = 0) -> nn.Module:
     state; the weights do not depend on it.
     """
     architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    model: nn.Module = architecture.Model(architecture.ModelArgs.from_dict(config))
+    return randomize(architecture.Model(architecture.ModelArgs.from_dict(config)), seed)
+
+
+def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Give a model those weights, and evaluate them."""
     parameters = dict(tree_flatten(model.parameters()))
     keys = mx.random.split(mx.random.key(seed), len(parameters))
     drawn = [(name, _draw(name, parameters[name], key)) for name, key in zip(sorted(parameters), keys, strict=True)]

@@ -30,13 +30,15 @@ def cache_config(
 
 
 @contextmanager
-def open_cache(model: LoadedModel, config: CacheConfig, output: Output) -> Iterator[BlockCache]:
+def open_cache(
+    model: LoadedModel, config: CacheConfig, output: Output, *, kv_bits: int | None = None
+) -> Iterator[BlockCache]:
     """The model's cache; when the body ends, what waits is written, and what was lost is said."""
     from mlxkv.cache.store import BlockStore
     from mlxkv.models.block_cache import BlockCache
 
     with warnings_on(output):
-        cache = BlockCache(model.module, model.fields, BlockStore(config), name=model.name)
+        cache = BlockCache(model.module, model.fields, BlockStore(config), name=model.name, kv_bits=kv_bits)
         if cache.uncached:
             output.warn(cache.uncached)
         try:

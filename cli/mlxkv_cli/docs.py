@@ -82,6 +82,7 @@ JSON_FIELDS: dict[str, dict[str, str]] = {
     },
     "cache verify": {
         "blocks": "sound blocks",
+        "held_blocks": "blocks held afterwards; fewer where `--fix` dropped what could not be reached",
         "read_bytes": "bytes read",
         "problems": "count by kind; exit code 1 when there is one and `--fix` was not given",
         "files": "one object a problem: `problem`, `file`",

@@ -12,7 +12,7 @@ from mlxkv.core.errors import UsageError
 from mlxkv.core.units import parse_bytes
 
 
-def _size(text: str) -> int:
+def size(text: str) -> int:
     """`parse_bytes` for an option: Typer adds the option's name to what went wrong."""
     try:
         return parse_bytes(text)
@@ -41,7 +41,7 @@ Hot = Annotated[
         "--hot",
         metavar="SIZE",
         envvar="MLXKV_HOT",
-        parser=_size,
+        parser=size,
         help="Most memory the hot tier may hold, such as 4GiB. Without it, an eighth of the machine's.",
     ),
 ]
@@ -51,7 +51,7 @@ Cold = Annotated[
         "--cold",
         metavar="SIZE",
         envvar="MLXKV_COLD",
-        parser=_size,
+        parser=size,
         help="Most the cold tier may take on the SSD, such as 50GiB. Without it, 20GiB.",
     ),
 ]

@@ -2,7 +2,10 @@
 
     8 bytes   length of the header, u64 little-endian
     header    JSON: the tensor table of safetensors, and `__metadata__` with the block's identity and two digests
-    payload   the packed tensors of the layout, one after the other, nothing between them
+    payload   the tensors of the layout, one after the other, nothing between them
+
+A block holds the packed keys and values of 64 tokens; a checkpoint holds the state of the layers that cannot be cut by
+token, after the block it is named for. Each tensor has a digest of its own, so that one may be read without the others.
 
 Any safetensors reader opens it. Reading checks everything and believes nothing: size, header digest, version, root,
 name, parent, place and tokens, tensor table, payload digest; then the header once more, byte for byte against the one
@@ -18,7 +21,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,31 +29,46 @@ from typing import Any
 
 import xxhash
 
-from mlxkv.cache.layout import DTYPES, Layout
-from mlxkv.cache.names import BLOCK_TOKEN_BYTES, BlockName, block_name, pack, unpack
+from mlxkv.cache.layout import Layout, Stored, Table
+from mlxkv.cache.names import BLOCK_TOKEN_BYTES, BlockName, block_name, checkpoint_name, pack, unpack
 from mlxkv.core.errors import DamagedBlockError, UsageError
 
 FORMAT = "mlxkv-block-1"
 SUFFIX = ".safetensors"
 MAX_HEADER_BYTES = 1 << 20
 _VECTORS = 1024  # IOV_MAX on Linux and macOS
-_RUN_BYTES = 1 << 19  # read and digested in turn; well within a CPU's L2 cache
+_RUN_BYTES = 1 << 18  # read and digested in turn; well within a CPU's L2 cache
 _NO_DIGEST = "0" * 32
 
 View = memoryview
-Table = dict[str, tuple[str, list[int], int]]
-"""Tensor name -> safetensors dtype, shape, bytes; in payload order."""
 
 
 @dataclass(frozen=True)
 class BlockIdentity:
-    """Which block a file is. `tokens` is packed and holds a full block; the first block's parent is its root."""
+    """Which block or checkpoint a file is.
+
+    A block's `tokens` are packed and 64, and the first block's parent is its root. A checkpoint has no tokens; its
+    parent is the block it ends with, and its index that block's plus one.
+    """
 
     root: BlockName
     name: BlockName
     parent: BlockName
     index: int
     tokens: bytes
+
+    @property
+    def is_checkpoint(self) -> bool:
+        return not self.tokens
+
+    def table(self, layout: Layout) -> Table:
+        """What its file holds."""
+        return layout.checkpoint_table if self.is_checkpoint else layout.block_table
+
+
+def checkpoint_identity(block: BlockIdentity) -> BlockIdentity:
+    """The checkpoint after `block`."""
+    return BlockIdentity(block.root, checkpoint_name(block.name), block.name, block.index + 1, b"")
 
 
 def file_name(name: BlockName) -> str:
@@ -63,47 +81,59 @@ def relative_path(root: BlockName, name: BlockName) -> Path:
     return Path(root.hex(), text[:2], text + SUFFIX)
 
 
-def payload_digest(views: Iterable[View]) -> str:
-    """xxh3-128 of the payload, in payload order. Cost: about a tenth of reading it."""
-    digest = xxhash.xxh3_128()
-    for view in views:
-        digest.update(view)
-    return str(digest.hexdigest())
+def payload_digest(views: Sequence[View], table: Table) -> str:
+    """xxh3-128 of each tensor, in payload order, separated by spaces. Cost: about a tenth of reading them.
+
+    Args:
+        views: the payload as bytes, in any number of pieces.
+    """
+    waiting, digests = list(views), []
+    for tensor in table:
+        digest = xxhash.xxh3_128()
+        for view in _take(waiting, tensor.nbytes):
+            digest.update(view)
+        digests.append(digest.hexdigest())
+    return " ".join(digests)
 
 
 def encode_header(block: BlockIdentity, layout: Layout, digest: str, created: str | None = None) -> bytes:
     """The length and the header of a block file, padded so that the payload starts at a multiple of 64 bytes."""
     created = created or datetime.now(UTC).isoformat(timespec="microseconds")
-    return _header(block, _layout_table(layout), digest, created)
+    return _header(block, block.table(layout), digest, created)
 
 
 def file_bytes(block: BlockIdentity, layout: Layout) -> int:
     """Size of the file that `encode_header` and the payload make."""
-    return len(encode_header(block, layout, _NO_DIGEST)) + layout.block_bytes
+    table = block.table(layout)
+    no_digest = " ".join(_NO_DIGEST for _ in table)
+    return len(encode_header(block, layout, no_digest)) + sum(tensor.nbytes for tensor in table)
 
 
 def write_block(fd: int, block: BlockIdentity, layout: Layout, views: Sequence[View]) -> int:
     """Write a whole block file to `fd` and return its bytes.
 
     Args:
-        views: the payload in payload order, as bytes.
+        views: the payload as bytes, in payload order.
 
     Raises:
         OSError: what the system says, such as a full disk; the file is then incomplete and must not be published.
     """
-    parts = [View(encode_header(block, layout, payload_digest(views))), *views]
+    parts = [View(encode_header(block, layout, payload_digest(views, block.table(layout)))), *views]
     total = sum(part.nbytes for part in parts)
     for start in range(0, len(parts), _VECTORS):
         _write_all(fd, parts[start : start + _VECTORS])
     return total
 
 
-def read_block(path: Path, block: BlockIdentity, layout: Layout, views: Sequence[View]) -> int:
-    """Read the payload of `block` straight into `views`, checking all of it; returns the bytes read.
+def read_block(
+    path: Path, block: BlockIdentity, layout: Layout, views: Sequence[View], tensors: Sequence[int] | None = None
+) -> int:
+    """Read the payload of `block` straight into `views`, checking all that is read; returns its bytes.
 
     Args:
-        views: writable bytes, in payload order; together exactly `layout.block_bytes`. On an error their content is
-            undefined, and the caller must not use it.
+        views: writable bytes, in payload order; together exactly the bytes of the tensors read. On an error their
+            content is undefined, and the caller must not use it.
+        tensors: which tensors of the layout to read, ascending; None reads all.
 
     Raises:
         DamagedBlockError: the file is not exactly this block; `reason` names the check.
@@ -116,13 +146,12 @@ def read_block(path: Path, block: BlockIdentity, layout: Layout, views: Sequence
         header, table, found, created, digest = _read_header(fd)
         if found != block:
             raise DamagedBlockError(_difference(found, block))
-        if table != _layout_table(layout):
+        if table != block.table(layout):
             raise DamagedBlockError("shapes and dtypes")
-        if _read_payload(fd, views, len(header)) != digest:
-            raise DamagedBlockError("payload digest")
+        nbytes = _read_payload(fd, views, len(header), table, digest.split(), tensors)
         if encode_header(block, layout, digest, created) != header:
             raise DamagedBlockError("header bytes")
-        return layout.block_bytes
+        return nbytes
     finally:
         os.close(fd)
 
@@ -145,20 +174,11 @@ def inspect(path: Path, *, payload: bool) -> tuple[BlockIdentity, str, int]:
             raise DamagedBlockError("header bytes")
         size = os.fstat(fd).st_size
         if payload:
-            found = xxhash.xxh3_128()
-            offset = len(header)
-            while chunk := os.pread(fd, 1 << 20, offset):
-                found.update(chunk)
-                offset += len(chunk)
-            if found.hexdigest() != digest:
-                raise DamagedBlockError("payload digest")
+            space = View(bytearray(sum(tensor.nbytes for tensor in table)))
+            _read_payload(fd, [space], len(header), table, digest.split(), None)
         return block, created, size
     finally:
         os.close(fd)
-
-
-def _layout_table(layout: Layout) -> Table:
-    return {t.name: (DTYPES[t.dtype][0], list(t.shape()), t.nbytes()) for t in layout.tensors}
 
 
 def _header(block: BlockIdentity, table: Table, digest: str, created: str) -> bytes:
@@ -175,9 +195,9 @@ def _header(block: BlockIdentity, table: Table, digest: str, created: str) -> by
     }
     tensors: dict[str, Any] = {}
     offset = 0
-    for name, (dtype, shape, nbytes) in table.items():
-        tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + nbytes]}
-        offset += nbytes
+    for t in table:
+        tensors[t.name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [offset, offset + t.nbytes]}
+        offset += t.nbytes
     metadata["header_xxh3_128"] = xxhash.xxh3_128_hexdigest(_json(metadata, tensors))
     text = _json(metadata, tensors)
     text += b" " * (-(8 + len(text)) % 64)
@@ -207,10 +227,11 @@ def _read_header(fd: int) -> tuple[bytes, Table, BlockIdentity, str, str]:
     try:
         tensors = json.loads(header[8:])
         metadata = tensors.pop("__metadata__")
-        table = {
-            name: (t["dtype"], t["shape"], t["data_offsets"][1] - t["data_offsets"][0]) for name, t in tensors.items()
-        }
-        expected_size = 8 + length + sum(nbytes for _, _, nbytes in table.values())
+        table = tuple(
+            Stored(name, t["dtype"], tuple(t["shape"]), t["data_offsets"][1] - t["data_offsets"][0])
+            for name, t in tensors.items()
+        )
+        expected_size = 8 + length + sum(tensor.nbytes for tensor in table)
         digest = xxhash.xxh3_128_hexdigest(_json({**metadata, "header_xxh3_128": _NO_DIGEST}, tensors))
         if size != expected_size:
             raise DamagedBlockError("size")
@@ -228,9 +249,15 @@ def _read_header(fd: int) -> tuple[bytes, Table, BlockIdentity, str, str]:
         created, payload = str(metadata["created"]), str(metadata["payload_xxh3_128"])
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, UsageError) as error:
         raise DamagedBlockError("header") from error
-    if len(block.tokens) != BLOCK_TOKEN_BYTES or block_name(block.parent, block.tokens) != block.name:
+    if not _is_named_right(block):
         raise DamagedBlockError("name")
     return header, table, block, created, payload
+
+
+def _is_named_right(block: BlockIdentity) -> bool:
+    if block.is_checkpoint:
+        return block.name == checkpoint_name(block.parent)
+    return len(block.tokens) == BLOCK_TOKEN_BYTES and block.name == block_name(block.parent, block.tokens)
 
 
 def _difference(found: BlockIdentity, wanted: BlockIdentity) -> str:
@@ -250,14 +277,43 @@ def _write_all(fd: int, parts: Sequence[View]) -> None:
             waiting[0] = waiting[0][written:]
 
 
-def _read_payload(fd: int, views: Sequence[View], offset: int) -> str:
-    """Read from `offset` into `views`, a run at a time, and return the digest of what was read."""
-    digest = xxhash.xxh3_128()
-    for run in _runs(views):
-        offset += _read_all(fd, run, offset)
-        for view in run:
-            digest.update(view)
-    return str(digest.hexdigest())
+def _read_payload(
+    fd: int, views: Sequence[View], offset: int, table: Table, digests: Sequence[str], tensors: Sequence[int] | None
+) -> int:
+    """Read the wanted tensors into `views`, a run at a time, and hold each against its digest; returns the bytes."""
+    if len(digests) != len(table):
+        raise DamagedBlockError("payload digest")
+    wanted = sum(tensor.nbytes for i, tensor in enumerate(table) if tensors is None or i in tensors)
+    if sum(view.nbytes for view in views) != wanted:
+        raise DamagedBlockError("size")
+    waiting = list(views)
+    total = 0
+    for i, tensor in enumerate(table):
+        if tensors is None or i in tensors:
+            digest = xxhash.xxh3_128()
+            start = offset
+            for run in _runs(_take(waiting, tensor.nbytes)):
+                start += _read_all(fd, run, start)
+                for view in run:
+                    digest.update(view)
+            if digest.hexdigest() != digests[i]:
+                raise DamagedBlockError("payload digest")
+            total += tensor.nbytes
+        offset += tensor.nbytes
+    return total
+
+
+def _take(views: list[View], nbytes: int) -> list[View]:
+    """Take the first `nbytes` off `views`, cutting the last view where it is longer."""
+    taken: list[View] = []
+    while nbytes:
+        view = views.pop(0)
+        if view.nbytes > nbytes:
+            views.insert(0, view[nbytes:])
+            view = view[:nbytes]
+        taken.append(view)
+        nbytes -= view.nbytes
+    return taken
 
 
 def _runs(views: Sequence[View]) -> Iterator[Sequence[View]]:

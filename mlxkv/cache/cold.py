@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import ClassVar
 
 from mlxkv.cache import codec
@@ -41,6 +42,7 @@ PAGE = 4096
 WAL_ROOM_BYTES = MIB // 2  # the write-ahead log is at most about WAL_PAGES pages; counted before it grows
 REMEASURE_WRITES = 16
 INDEX_ROOM_BYTES = REMEASURE_WRITES * 2048  # what the index may grow by until it is measured again
+ANY_BYTES = 2**62
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 
 logger = logging.getLogger("mlxkv")
@@ -83,6 +85,8 @@ class ColdTier:
         self._pins: Counter[BlockName] = Counter()
         self._pins_lock = threading.Lock()
         self._roots: dict[BlockName, Mapping[str, str]] = {}
+        self.has_index = True  # False when `look` found no sound one
+        self._scratch: TemporaryDirectory[str] | None = None
         self._overhead_bytes = 0
         self._writes_since_measure = 0
         self._retry_at = 0.0
@@ -105,7 +109,34 @@ class ColdTier:
         except (OSError, sqlite3.Error) as error:
             self._fail(f"cannot use {self.directory}: {_reason(error)}")
 
+    def look(self) -> bool:
+        """Open for reading only: nothing is created, repaired or deleted.
+
+        Returns False when the index is missing or damaged; then one is made elsewhere, from the headers of the files.
+
+        Raises:
+            CacheRootError: the directory cannot be read.
+        """
+        check_owner(self.directory)
+        try:
+            self._index = self._sound_index()
+            sound = self._index is not None
+            if self._index is None:
+                self._scratch = TemporaryDirectory(prefix="mlxkv-")
+                self._index = Index(Path(self._scratch.name))
+                adopt_files(self.directory, self._index, payloads=False, on_damage=_leave, delete_orphans=False)
+            self._measure()
+        except (OSError, sqlite3.Error) as error:
+            text = f"cannot read {self.directory} ({_reason(error)}); choose another --cache-dir."
+            raise CacheRootError(text) from error
+        self.offline = None
+        return sound
+
     def close(self) -> None:
+        if self._scratch is not None and self._index is not None:
+            self._index.close()
+            self._index = None
+            self._scratch.cleanup()
         if self._index is not None:
             with suppress(sqlite3.Error, OSError):
                 fd = os.open(self.directory, os.O_RDONLY)
@@ -144,6 +175,17 @@ class ColdTier:
     def find(self, name: BlockName) -> Row | None:
         return next(self.walk([name]), None)
 
+    def held(self, names: Sequence[BlockName]) -> dict[BlockName, Row]:
+        """Those of `names` that are held, whatever their order."""
+        index = self._index
+        if index is None or not names:
+            return {}
+        try:
+            return index.find(names)
+        except sqlite3.Error as error:
+            self._suspect(error)
+            return {}
+
     def children(self, parent: BlockName) -> list[Row]:
         index = self._index
         if index is None:
@@ -178,14 +220,21 @@ class ColdTier:
             return None
         return fields if isinstance(fields, dict) else None
 
-    def read(self, block: BlockIdentity, layout: Layout, views: Sequence[View]) -> int:
-        """Read and check one block into `views`; returns its bytes.
+    def read(
+        self, block: BlockIdentity, layout: Layout, views: Sequence[View], tensors: Sequence[int] | None = None
+    ) -> int:
+        """Read and check one block, or some of its tensors, into `views`; returns the bytes.
 
         Raises:
             DamagedBlockError: not exactly that block; the caller reports it with `quarantine`.
             OSError: missing or unreadable; the caller reports it with `forget`.
         """
-        return codec.read_block(self.path(block), block, layout, views)
+        return codec.read_block(self.path(block), block, layout, views, tensors)
+
+    def row_of(self, path: Path) -> Row | None:
+        """The row of the block whose file is at `path`."""
+        stem = path.name.removesuffix(codec.SUFFIX)
+        return self.find(bytes.fromhex(stem)) if _is_hex(stem, 64) else None
 
     def path(self, block: BlockIdentity | Row) -> Path:
         return self.directory / codec.relative_path(block.root, block.name)
@@ -263,13 +312,17 @@ class ColdTier:
                 event="quarantine", root=block.root, block=block.name, index=block.index, tier="cold", reason=reason
             )
         )
-        logger.warning(
-            "cold tier: block %s failed its %s check; set aside, computed again", block.name.hex()[:12], reason
-        )
         path = self.path(block)
+        if path.is_dir() or path.is_symlink():
+            logger.warning("cold tier: %s is in the place of a block and is not one; remove it", path)
+        else:
+            short = block.name.hex()[:12]
+            logger.warning("cold tier: block %s failed its %s check; set aside, computed again", short, reason)
         target = self.directory / QUARANTINE / f"{path.name}.{uuid.uuid4().hex[:8]}{QUARANTINED}"
         with suppress(OSError):
             target.parent.mkdir(mode=0o700, exist_ok=True)
+            if target.parent.is_symlink():
+                os.unlink(path)  # a quarantine that leads elsewhere is nowhere to put things
             if path.is_dir() or path.is_symlink():
                 return self._forget(block)  # not ours: a block's file is a regular file
             os.rename(path, target)
@@ -304,6 +357,24 @@ class ColdTier:
                     blocks += 1
                     freed += held.nbytes
         return blocks, freed
+
+    def adopt(self) -> None:
+        """Enter sound files that the index does not know."""
+        adopt_files(self.directory, self._online(), payloads=True, on_damage=self._set_aside)
+
+    def tidy(self) -> None:
+        """Delete what is in quarantine, and the folders and descriptions of roots that hold no block."""
+        while self._drop_quarantined():
+            pass
+        for root in _directories(self.directory, 64):
+            for fan in _directories(root, 2):
+                with suppress(OSError):
+                    fan.rmdir()
+            if not any(entry.name != ROOT_FILE for entry in os.scandir(root)):
+                with suppress(OSError):
+                    (root / ROOT_FILE).unlink(missing_ok=True)
+                    root.rmdir()
+        self._measure()
 
     # checking
 
@@ -350,7 +421,7 @@ class ColdTier:
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
                 raise
-        logger.warning("cold tier: the index was damaged; made again from the block files")
+        logger.warning("cold tier: the index is damaged; the block files say what is held")
         return None
 
     def _new_index(self) -> Index:
@@ -554,6 +625,17 @@ def prepare_root(directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True)
     if not directory.is_dir():
         raise NotADirectoryError(f"{directory} is not a directory")
+    check_owner(directory)
+    if not os.access(directory, os.W_OK | os.X_OK) or os.statvfs(directory).f_flag & os.ST_RDONLY:
+        raise PermissionError(f"{directory} is read-only")
+
+
+def check_owner(directory: Path) -> None:
+    """Refuse a root that others could tamper with.
+
+    Raises:
+        CacheRootError: it belongs to somebody else, or others can write it.
+    """
     status = directory.stat()
     if status.st_uid != os.geteuid():
         raise CacheRootError(
@@ -563,8 +645,6 @@ def prepare_root(directory: Path) -> None:
         raise CacheRootError(
             f"{directory} can be written by others; run `chmod go-w {directory}` or choose another --cache-dir."
         )
-    if not os.access(directory, os.W_OK | os.X_OK) or os.statvfs(directory).f_flag & os.ST_RDONLY:
-        raise PermissionError(f"{directory} is read-only")
 
 
 def absent_mount_point(directory: Path) -> Path | None:
@@ -600,7 +680,12 @@ def unspent_log_bytes(directory: Path) -> int:
 
 
 def adopt_files(
-    directory: Path, index: Index, *, payloads: bool, on_damage: Callable[[Path, str], None]
+    directory: Path,
+    index: Index,
+    *,
+    payloads: bool,
+    on_damage: Callable[[Path, str], None],
+    delete_orphans: bool = True,
 ) -> tuple[int, int]:
     """Enter every sound block file that the index does not know; returns how many, and how many had no parent.
 
@@ -636,7 +721,8 @@ def adopt_files(
                 index.insert(block, nbytes, writer=None, used=used)
                 adopted += 1
             else:
-                os.unlink(directory / codec.relative_path(block.root, block.name))
+                if delete_orphans:
+                    os.unlink(directory / codec.relative_path(block.root, block.name))
                 orphans += 1
     return adopted, orphans
 
@@ -652,7 +738,7 @@ def block_files(directory: Path) -> Iterator[Path]:
 
 
 def set_aside(directory: Path, path: Path) -> None:
-    """Move a damaged file into quarantine, or delete it when that fails."""
+    """Move a damaged file into quarantine."""
     target = directory / QUARANTINE / f"{path.name}.{uuid.uuid4().hex[:8]}{QUARANTINED}"
     target.parent.mkdir(mode=0o700, exist_ok=True)
     os.rename(path, target)
@@ -707,11 +793,29 @@ def _reason(error: Exception) -> str:
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
+def _leave(path: Path, reason: str) -> None:
+    """Looking does not set a damaged file aside."""
+    del path, reason
+
+
 @contextmanager
-def offline_open(directory: Path, log: BlockLog) -> Iterator[ColdTier]:
-    """The tier for maintenance: opened without a limit of its own, so that looking never deletes."""
-    tier = ColdTier(directory, 2**62, floor_bytes=0, daily_write_bytes=None, log=log)
-    tier._open()
+def opened(directory: Path, log: BlockLog, *, change: bool) -> Iterator[ColdTier]:
+    """The tier for maintenance, without a limit of its own.
+
+    Args:
+        change: False only looks: `ColdTier.look`. True opens it as a server would, which sweeps and repairs.
+
+    Raises:
+        CacheRootError: it cannot be used.
+    """
+    tier = ColdTier(directory, ANY_BYTES, floor_bytes=0, daily_write_bytes=None, log=log)
+    if change:
+        try:
+            tier._open()
+        except (OSError, sqlite3.Error) as error:
+            raise CacheRootError(f"cannot use {directory}: {_reason(error)}; choose another --cache-dir.") from error
+    else:
+        tier.has_index = tier.look()
     try:
         yield tier
     finally:

@@ -19,12 +19,11 @@ from mlxkv.cache.cold import (
     ROOT_FILE,
     TEMPORARY,
     ColdTier,
-    adopt_files,
     block_files,
     set_aside,
 )
 from mlxkv.cache.index import FILE_NAME, Row
-from mlxkv.cache.names import BLOCK_TOKENS, BlockName
+from mlxkv.cache.names import TOKEN_BYTES, BlockName
 from mlxkv.core.errors import DamagedBlockError
 from mlxkv.core.platform import physical_bytes
 
@@ -53,14 +52,15 @@ class ChainRow:
 
 @dataclass
 class Verification:
-    """What `verify` found; `problems` counts by kind, `files` names some. Foreign files are no problem."""
+    """What `verify` found; `problems` counts by kind, `files` names each. Foreign files are no problem."""
 
     blocks: int = 0
     read_bytes: int = 0
     problems: Counter[str] = field(default_factory=Counter)
     files: list[tuple[str, str]] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
-    fixed: bool = False
+    damaged: list[tuple[Path, str]] = field(default_factory=list)
+    missing: list[Row] = field(default_factory=list)
 
     def add(self, kind: str, what: str) -> None:
         self.problems[kind] += 1
@@ -77,7 +77,7 @@ def roots(tier: ColdTier) -> list[RootUse]:
             root=root,
             model=model_of(tier, root),
             blocks=len(rows),
-            tokens=len(rows) * BLOCK_TOKENS,
+            tokens=sum(len(row.tokens) // TOKEN_BYTES for row in rows),
             used_bytes=sum(row.nbytes for row in rows),
             hits=sum(row.hits for row in rows),
             last_used=max(row.used for row in rows),
@@ -132,15 +132,14 @@ def plan_prune(tier: ColdTier, keep_bytes: int) -> list[Row]:
     return plan
 
 
-def verify(tier: ColdTier, *, fix: bool) -> Verification:
-    """Hold the index against the files and the files against the index, every byte of them.
-
-    Args:
-        fix: enter files the index lacks, drop rows without a file, set damaged files aside, delete leftovers.
+def verify(tier: ColdTier) -> Verification:
+    """Hold the index against the files and the files against the index, every byte of them. Changes nothing.
 
     Cost: reads everything.
     """
-    found = Verification(fixed=fix)
+    found = Verification()
+    if not tier.has_index:
+        found.add("no sound index", str(tier.directory / FILE_NAME))
     known = {tier.path(row): row for row in tier.rows()}
     present = set()
     for path in block_files(tier.directory):
@@ -149,39 +148,50 @@ def verify(tier: ColdTier, *, fix: bool) -> Verification:
             block, _, size = codec.inspect(path, payload=True)
         except DamagedBlockError as error:
             found.add(f"damaged ({error.reason})", str(path))
-            if fix and path in known:
-                tier.quarantine(known[path].identity, error.reason)
-            elif fix:
-                set_aside(tier.directory, path)
+            found.damaged.append((path, error.reason))
             continue
         except OSError as error:
             found.add("unreadable", f"{path}: {error.strerror}")
-            if fix and path in known:
-                tier.forget(known[path].identity, error)
+            found.missing += [known[path]] if path in known else []
             continue
         found.blocks += 1
         found.read_bytes += size
         if path not in known:
-            found.add("not in the index", str(path))
+            found.add("not in the index" if tier.has_index else "without its parent", str(path))
         elif known[path].identity != block:
             found.add("index disagrees", str(path))
-            if fix:
-                tier.delete([known[path]], reason="verify")
+            found.missing.append(known[path])
     for path, row in known.items():
         if path not in present:
             found.add("file missing", str(path))
-            if fix:
-                tier.forget(row.identity, FileNotFoundError(2, "file missing"))
+            found.missing.append(row)
     for path in _leftovers(tier.directory):
         found.add("temporary file", str(path))
-        if fix:
-            with suppress(FileNotFoundError):
-                path.unlink()
     found.foreign = [str(path) for path in _foreign(tier.directory)]
-    if fix:
-        adopt_files(tier.directory, tier._online(), payloads=True, on_damage=tier._set_aside)
-        tier.check_integrity()
     return found
+
+
+def repair(tier: ColdTier, found: Verification) -> int:
+    """Mend what `verify` found; returns how many blocks are held afterwards.
+
+    Damaged files are set aside, rows without a file dropped, files that the index lacks entered, leftovers deleted.
+    What continued a block that is gone goes too: it could never be reached.
+    """
+    for path, reason in found.damaged:
+        row = tier.row_of(path)
+        if row is not None:
+            tier.quarantine(row.identity, reason)
+        else:
+            with suppress(FileNotFoundError):
+                set_aside(tier.directory, path)
+    for row in found.missing:
+        tier.forget(row.identity, FileNotFoundError(2, "file missing"))
+    for path in _leftovers(tier.directory):
+        with suppress(FileNotFoundError):
+            path.unlink()
+    tier.adopt()
+    tier.check_integrity()
+    return tier.totals()[0]
 
 
 def quarantine_use(directory: Path) -> tuple[int, int]:

@@ -69,9 +69,11 @@ class Mover:
         """Have the writing thread do something to the cold tier, after what is queued."""
         self._work.put(work)
 
-    def read(self, block: BlockIdentity, layout: Layout, views: Sequence[View]) -> Future[int]:
+    def read(
+        self, block: BlockIdentity, layout: Layout, views: Sequence[View], tensors: Sequence[int] | None = None
+    ) -> Future[int]:
         """Read a block into `views` on a reading thread; the future raises what `ColdTier.read` raises."""
-        return self._readers.submit(self._cold.read, block, layout, views)
+        return self._readers.submit(self._cold.read, block, layout, views, tensors)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything queued before is done; False when the time is up."""

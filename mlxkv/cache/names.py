@@ -69,6 +69,11 @@ def block_name(parent: BlockName, packed: bytes) -> BlockName:
     return sha256(parent + (len(packed) // TOKEN_BYTES).to_bytes(4, "little") + packed).digest()
 
 
+def checkpoint_name(block: BlockName) -> BlockName:
+    """Name of the checkpoint that ends with `block`: one for each block, and no block's own."""
+    return sha256(b"mlxkv checkpoint\0" + block).digest()
+
+
 def chain(root: BlockName, packed: bytes) -> Iterator[BlockName]:
     """Yield the name of each full block of `packed` tokens; a partial last block has none.
 

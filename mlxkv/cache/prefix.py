@@ -44,7 +44,7 @@ class Part:
 
     @property
     def is_tail(self) -> bool:
-        return len(self.packed) < BLOCK_TOKEN_BYTES
+        return 0 < len(self.packed) < BLOCK_TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,18 +20,27 @@ from mlxkv.cache.cold import ColdTier
 from mlxkv.cache.hot import HotTier, Payload
 from mlxkv.cache.layout import Layout
 from mlxkv.cache.mover import Mover
-from mlxkv.cache.names import BLOCK_TOKEN_BYTES, BLOCK_TOKENS, TOKEN_BYTES, BlockName, block_name, common_tokens
+from mlxkv.cache.names import (
+    BLOCK_TOKEN_BYTES,
+    BLOCK_TOKENS,
+    TOKEN_BYTES,
+    BlockName,
+    block_name,
+    checkpoint_name,
+    common_tokens,
+)
 from mlxkv.cache.prefix import Held, Match, Part, TierName, match
 from mlxkv.core.config import CacheConfig, default_floor_bytes
 from mlxkv.core.errors import DamagedBlockError
 
+CHECKPOINT_BATCH = 64
 REMEMBERED = 100_000  # names of blocks that went, so that a miss can say why
 CLOSE_S = 30.0
 REFUSED_PAUSE_S = 1.0  # after a refused write nothing is offered for this long
 _SMOOTHING = 0.3
 
-MakeViews = Callable[[int], list[View]]
-"""Block index -> writable bytes of that block's place in the sequence being restored, in payload order."""
+MakeViews = Callable[[int], tuple[list[View], list[int]]]
+"""Block index -> writable bytes of its place in the sequence being restored, in payload order, and which tensors."""
 
 
 class Rate:
@@ -56,12 +65,49 @@ class Read(NamedTuple):
     overran: bool
 
 
+class Reading:
+    """Cold parts on their way into place. Owner: the thread that owns the store."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        root: BlockName,
+        parts: list[Part],
+        futures: list[Future[int]],
+        deadline_s: float,
+        request: str | None,
+    ) -> None:
+        self.root = root
+        self.parts = parts
+        self.futures = futures
+        self.request = request
+        self.started = time.perf_counter()
+        self._store = store
+        self._deadline_s = deadline_s
+
+    def ready(self) -> bool:
+        """Whether there is nothing more to wait for: all are done, or the time is up."""
+        return all(future.done() for future in self.futures) or self._left() <= 0
+
+    def finish(self) -> Read:
+        """Wait as long as the deadline allows and say what may be used."""
+        wait(self.futures, timeout=max(self._left(), 0))
+        return self._store._take(self)
+
+    def _left(self) -> float:
+        return self._deadline_s - (time.perf_counter() - self.started)
+
+
 @dataclass
 class Plan:
-    """What a restore will take, pinned until `BlockStore.release`. `reason` says why it is not longer."""
+    """What a restore will take, pinned until `BlockStore.release`. `reason` says why it is not longer.
+
+    `checkpoint` is where a model with states resumes: at the end of the last part.
+    """
 
     match: Match
     reason: str | None
+    checkpoint: Part | None = None
     pins: list[tuple[TierName, BlockName]] = field(default_factory=list)
 
 
@@ -98,6 +144,7 @@ class BlockStore:
         self._seen: OrderedDict[BlockName, None] = OrderedDict()
         self._gone: OrderedDict[BlockName, str] = OrderedDict()
         self._doubted: set[BlockName] = set()  # rows that the mover will drop, for a file was damaged or missing
+        self._unreadable: set[BlockName] = set()
         self._no_offload_before = 0.0
         self._closed = False
         if config.directory is not None and config.cold_bytes and config.cold_mode != "off":
@@ -121,17 +168,26 @@ class BlockStore:
     # matching
 
     def plan(self, root: BlockName, packed: bytes) -> Plan:
-        """Match `packed` tokens and pin what was found. Cost: see `prefix.match`; opens no block file."""
+        """Match `packed` tokens and pin what was found. Cost: see `prefix.match`; opens no block file.
+
+        Where the root's layout has states, the match ends at the deepest checkpoint in it.
+        """
         self._collect()
         found = match(root, packed, self.hot, _OnDisk(self._queued, self.cold))
         plan = Plan(found, self._reason(root, packed, found))
-        self._pin(plan, found.parts)
+        if self._roots[root][0].states:
+            self._end_at_checkpoint(plan)
+        self._pin(plan, plan.match.parts)
         return plan
 
     def shorten(self, plan: Plan, parts: int, reason: str) -> None:
-        """Use only the first `parts` parts of a plan."""
+        """Use only the first `parts` parts of a plan, or fewer where it has to end at a checkpoint."""
         self.release(plan)
-        plan.match, plan.reason = plan.match.first(parts), reason
+        needs_checkpoint = plan.checkpoint is not None
+        plan.match, plan.reason, plan.checkpoint = plan.match.first(parts), reason, None
+        if needs_checkpoint:
+            self._end_at_checkpoint(plan)
+            plan.reason = reason
         self._pin(plan, plan.match.parts)
 
     def release(self, plan: Plan) -> None:
@@ -169,30 +225,31 @@ class BlockStore:
         deadline_s: float,
         *,
         request: str | None = None,
-    ) -> Read:
-        """Read cold parts into place, several at a time; those used are the ones before the first that failed.
+    ) -> Reading:
+        """Begin to read cold parts into place, several at a time; `Reading.finish` says which may be used.
 
         Args:
             deadline_s: after this long, what has arrived is used and the rest is computed.
         """
-        if self._mover is None:
-            return Read(0, overran=False)
-        started = time.perf_counter()
-        reading = [(part, self._mover.read(_identity(root, part), layout, views(part.index))) for part in parts]
-        wait([future for _, future in reading], timeout=deadline_s)
-        seconds = time.perf_counter() - started
-        good = 0
-        while good < len(reading) and self._arrived(root, *reading[good]):
+        futures = [self._mover.read(_identity(root, part), layout, *views(part.index)) for part in parts if self._mover]
+        return Reading(self, root, list(parts), futures, deadline_s, request)
+
+    def _take(self, reading: Reading) -> Read:
+        """The parts before the first that failed, counted and logged."""
+        seconds = time.perf_counter() - reading.started
+        good = nbytes = 0
+        while good < len(reading.futures) and self._arrived(reading.root, reading.parts[good], reading.futures[good]):
+            nbytes += reading.futures[good].result()
             good += 1
-        if good < len(reading) and reading[good][1].done():
-            self._doubt([part.name for part in parts[good:]])  # with a block goes what continues it
-        overran = any([not future.done() and not future.cancel() for _, future in reading])
+        if good < len(reading.futures) and reading.futures[good].done():
+            self._doubt([part.name for part in reading.parts[good:]])  # with a block goes what continues it
+        overran = any([not future.done() and not future.cancel() for future in reading.futures])
         if good:
-            self.cold_rate.add(good * layout.block_bytes, seconds)
-            deepest = parts[good - 1].name
-            self.log.write(BlockEvent(event="restore", root=root, request=request, block=deepest, tier="cold",
-                                      bytes=good * layout.block_bytes, ms=round(seconds * 1e3, 3)))  # fmt: skip
-            names = [part.name for part in parts[:good]]
+            self.cold_rate.add(nbytes, seconds)
+            deepest = reading.parts[good - 1].name
+            self.log.write(BlockEvent(event="restore", root=reading.root, request=reading.request, block=deepest,
+                                      tier="cold", bytes=nbytes, ms=round(seconds * 1e3, 3)))  # fmt: skip
+            names = [part.name for part in reading.parts[:good]]
             self._submit(lambda cold: cold.hit(names))
         return Read(good, overran)
 
@@ -227,8 +284,12 @@ class BlockStore:
             return False
         return self._on_disk(name)
 
+    def is_held(self, name: BlockName) -> bool:
+        """Whether a tier holds this block, or will once it is written."""
+        return name in self.hot or self._on_disk(name)
+
     def commit(self, block: BlockIdentity, payload: Payload, *, request: str | None = None) -> None:
-        """Publish a full block under its name: hot when there is room, and queued for the SSD.
+        """Publish a full block or a checkpoint under its name: hot when there is room, and queued for the SSD.
 
         Its root must be registered. A block whose parent neither tier holds is not kept: there would be a hole.
         """
@@ -238,9 +299,11 @@ class BlockStore:
         if self._mover is not None and self._may_offload(block.name):
             self._offload(block.name, block=block, payload=payload)
         self._gone.pop(block.name, None)
+        self._unreadable.discard(block.name)
         self.log.write(
             BlockEvent(event="commit", root=block.root, request=request, block=block.name, parent=block.parent,
-                       index=block.index, tokens=BLOCK_TOKENS, bytes=nbytes, tier="hot" if held else None)
+                       index=block.index, tokens=len(block.tokens) // TOKEN_BYTES, bytes=nbytes,
+                       tier="hot" if held else None)
         )  # fmt: skip
 
     def commit_tail(self, block: BlockIdentity, payload: Payload, *, request: str | None = None) -> None:
@@ -299,8 +362,29 @@ class BlockStore:
 
     # within
 
+    def _end_at_checkpoint(self, plan: Plan) -> None:
+        """Cut a plan back to the deepest checkpoint within it."""
+        found = plan.match
+        whole = [part for part in found.parts if part.tokens == BLOCK_TOKENS and not part.is_tail]
+        count, plan.checkpoint = self._deepest_checkpoint(whole)
+        if count < len(found.parts):
+            plan.match, plan.reason = found.first(count), "no checkpoint"
+
+    def _deepest_checkpoint(self, parts: Sequence[Part]) -> tuple[int, Part | None]:
+        """How many of `parts` (whole blocks, in order) end at a checkpoint, and the checkpoint."""
+        for stop in range(len(parts), 0, -CHECKPOINT_BATCH):
+            batch = [(i, checkpoint_name(parts[i].name)) for i in range(max(stop - CHECKPOINT_BATCH, 0), stop)]
+            cold = self.cold.held([name for _, name in batch]) if self.cold else {}
+            for i, name in reversed(batch):
+                if name in self.hot or name in self._queued:
+                    return i + 1, Part(name, parts[i].name, i + 1, b"", 0, "hot" if name in self.hot else "cold")
+                if name in cold and name not in self._unreadable:
+                    return i + 1, Part(name, parts[i].name, i + 1, b"", 0, "cold")
+        return 0, None
+
     def _pin(self, plan: Plan, parts: Sequence[Part]) -> None:
-        for tier, name in {part.tier: part.name for part in parts}.items():  # the deepest of each tier
+        pinned = [*parts, *([plan.checkpoint] if plan.checkpoint else [])]
+        for tier, name in {part.tier: part.name for part in pinned}.items():  # the deepest of each tier
             if tier == "hot":
                 self.hot.pin(name)
             elif self.cold is not None:
@@ -343,11 +427,13 @@ class BlockStore:
             future.result()
         except DamagedBlockError as error:
             reason = error.reason
+            self._unreadable.add(part.name)
             self._remember(part.name, "damaged")
             self._submit(lambda cold: cold.quarantine(block, reason))
             return False
         except OSError as error:
             failure = error
+            self._unreadable.add(part.name)
             self._remember(part.name, "evicted" if isinstance(error, FileNotFoundError) else "unreadable")
             self._submit(lambda cold: cold.forget(block, failure))
             return False
@@ -358,7 +444,7 @@ class BlockStore:
         shorter = [
             entry.name
             for entry in self.hot.children(block.parent)
-            if len(entry.tokens) < len(block.tokens) and block.tokens.startswith(entry.tokens) and not entry.pins
+            if 0 < len(entry.tokens) < len(block.tokens) and block.tokens.startswith(entry.tokens) and not entry.pins
         ]
         held, gone = self.hot.put(block.name, block.parent, block.tokens, payload, first=block.index == 0)
         for entry in gone:
@@ -434,7 +520,7 @@ class BlockStore:
         return [
             entry.name
             for entry in self.hot.entries()
-            if len(entry.tokens) == BLOCK_TOKEN_BYTES
+            if len(entry.tokens) in (BLOCK_TOKEN_BYTES, 0)  # a block, or a checkpoint; tails stay hot
             and (mode == "through" or entry.hits)
             and not self._on_disk(entry.name)
         ]

@@ -26,7 +26,7 @@ def default_hot_bytes() -> int:
 
 def default_floor_bytes(directory: Path) -> int:
     """A twentieth of the disk that `directory` is (or will be) on, at most 10 GiB."""
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    there = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
     return min(shutil.disk_usage(there).total // FLOOR_SHARE, MOST_FLOOR_BYTES)
 
 

@@ -12,7 +12,7 @@ from mlxkv.cache.block_log import RequestEvent
 from mlxkv.core.errors import MlxkvError, UsageError
 from mlxkv.engine.generate import Progress, generate
 from mlxkv.models.block_cache import BlockCache
-from mlxkv.models.chat import render
+from mlxkv.models.chat import render, system_tokens
 from mlxkv.models.loader import LoadedModel
 
 
@@ -30,6 +30,8 @@ class Sampling:
             raise UsageError(f"temperature is {self.temperature}; it goes from 0 up, 1 is the model's own.")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top-p is {self.top_p}; it is above 0 and at most 1.")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise UsageError(f"the seed is {self.seed}; it is a whole number from 0 to 2**64 - 1.")
         if self.max_tokens < 1:
             raise UsageError(f"max tokens is {self.max_tokens}; ask for at least 1.")
 
@@ -68,6 +70,7 @@ class Chat:
             max_tokens=max_tokens,
             sampler=make_sampler(temp=sampling.temperature, top_p=sampling.top_p),
             stop_tokens=frozenset(self._model.tokenizer.eos_token_ids),
+            marks=(system_tokens(self._model.tokenizer, self.messages, prompt),),
             on_progress=on_progress,
         )
         said = ""

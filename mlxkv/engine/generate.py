@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -59,6 +58,7 @@ def generate(
     stop_tokens: frozenset[int] = frozenset(),
     chunk_tokens: int | None = None,
     salt: str = "",
+    marks: Sequence[int] = (),
     on_progress: Progress | None = None,
 ) -> Generation:
     """Restore the longest held prefix of `prompt`, compute the rest, and sample up to `max_tokens`.
@@ -69,6 +69,7 @@ def generate(
     Args:
         chunk_tokens: prompt tokens a step; chunks are cut at absolute multiples of it, so that a cold and a warm run
             cut at the same places.
+        marks: lengths of prefixes that other prompts may share; see `BlockCache.start`.
 
     Raises:
         UsageError: an empty prompt, or `max_tokens` below 1.
@@ -76,7 +77,7 @@ def generate(
     if max_tokens < 1:
         raise UsageError(f"max tokens is {max_tokens}; ask for at least 1.")
     chunk = chunk_tokens or (CPU_CHUNK_TOKENS if on_cpu() else GPU_CHUNK_TOKENS)
-    sequence = cache.start(prompt, salt=salt)
+    sequence = cache.start(prompt, salt=salt, marks=marks)
     tokens = _run(module, sequence, prompt, max_tokens, sampler, stop_tokens, chunk, on_progress or _ignore)
     return Generation(sequence, tokens)
 
@@ -92,13 +93,13 @@ def _run(
     on_progress: Progress,
 ) -> Iterator[int]:
     prefill(module, sequence, prompt, chunk_tokens, on_progress)
-    token = _queue(module, sequence.prompt_cache, mx.array(prompt[-1:]), sampler)
+    token = _queue(module, sequence, mx.array(prompt[-1:]), sampler)
     ahead: mx.array | None = None
     for count in range(1, max_tokens + 1):
         # The next step is queued before this token is read, so that the device never waits for Python; but the first
         # token is handed out before: on a CPU, queueing a step waits for most of the one before.
         if 1 < count < max_tokens:
-            ahead = _queue(module, sequence.prompt_cache, token, sampler)
+            ahead = _queue(module, sequence, token, sampler)
         value = int(token.item())
         if count == 1:
             sequence.first_token()
@@ -109,7 +110,7 @@ def _run(
         yield value
         sequence.commit()
         if count < max_tokens:
-            token = _queue(module, sequence.prompt_cache, token, sampler) if ahead is None else ahead
+            token = _queue(module, sequence, token, sampler) if ahead is None else ahead
 
 
 def prefill(
@@ -121,9 +122,10 @@ def prefill(
     at = first
     on_progress(at, len(prompt))
     while at < last:
-        stop = min((at // chunk_tokens + 1) * chunk_tokens, last)
+        stop = min((at // chunk_tokens + 1) * chunk_tokens, last, sequence.next_stop(at))
         module(mx.array(prompt[at:stop])[None], cache=sequence.prompt_cache)
         mx.eval([cache.state for cache in sequence.prompt_cache])
+        sequence.advance(stop - at)
         at = stop
         sequence.commit()
         if not on_cpu():
@@ -132,9 +134,10 @@ def prefill(
     sequence.prefilled(at - first, time.perf_counter() - started)
 
 
-def _queue(module: nn.Module, prompt_cache: list[Any], token: mx.array, sampler: Sampler) -> mx.array:
+def _queue(module: nn.Module, sequence: CachedSequence, token: mx.array, sampler: Sampler) -> mx.array:
     """Start one forward pass of `token` [1] and the sampling of the next, which is returned before it is there."""
-    logits = module(token[None], cache=prompt_cache)[:, -1, :]
+    logits = module(token[None], cache=sequence.prompt_cache)[:, -1, :]
+    sequence.advance(1)
     sampled = sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
     mx.async_eval(sampled)
     return sampled

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlxkv.cache.block_log import RequestEvent
-from mlxkv.cache.codec import BlockIdentity
+from mlxkv.cache.checkpoint import positions
+from mlxkv.cache.codec import BlockIdentity, checkpoint_identity
 from mlxkv.cache.layout import Layout
 from mlxkv.cache.names import (
-    BLOCK_TOKEN_BYTES,
     BLOCK_TOKENS,
     TOKEN_BYTES,
     BlockName,
@@ -29,12 +31,12 @@ from mlxkv.cache.names import (
     root_name,
 )
 from mlxkv.cache.prefix import Part
-from mlxkv.cache.store import BlockStore, Plan, Rate
+from mlxkv.cache.store import BlockStore, Plan, Rate, Reading
 from mlxkv.core.config import COLD_BYTES, CacheConfig, default_hot_bytes
-from mlxkv.core.errors import UsageError
+from mlxkv.core.errors import ModelError, UsageError
 from mlxkv.core.platform import default_cache_dir
 from mlxkv.core.units import format_bytes, format_seconds, parse_bytes
-from mlxkv.models.adapter import Adapter, PromptCache, Target, UncachedModelError, plain_prompt_cache
+from mlxkv.models.adapter import Adapter, Payload, PromptCache, Source, Target, UncachedModelError, plain_prompt_cache
 from mlxkv.models.fingerprint import module_fields
 
 WELL_UNDER = 0.8  # a restore must take at most this share of the time computing takes
@@ -130,15 +132,32 @@ class BlockCache:
             self.store.register(self._roots[salt], self.layout, fields, model=self.name)
         return self._roots[salt]
 
-    def start(self, tokens: Sequence[int], *, salt: str = "") -> CachedSequence:
+    def start(
+        self,
+        tokens: Sequence[int],
+        *,
+        salt: str = "",
+        marks: Sequence[int] = (),
+        keep: bool = True,
+        wait: bool = True,
+    ) -> CachedSequence:
         """Match and restore the longest held prefix of `tokens`.
+
+        Args:
+            keep: False publishes nothing of this sequence.
+            wait: False returns while files are still being read; call `CachedSequence.poll` until it is True.
+            marks: lengths of prefixes that other prompts may share, such as the system prompt: a model with states is
+                checkpointed there.
 
         Raises:
             UsageError: `tokens` is empty or holds something that is not a token id.
         """
         if not len(tokens):
             raise UsageError("the prompt has no tokens; give at least one.")
-        return CachedSequence(self, pack(tokens), self.root(salt))
+        sequence = CachedSequence(self, pack(tokens), self.root(salt), marks, keep=keep)
+        while not sequence.poll(wait=wait) and wait:
+            pass
+        return sequence
 
     def restore(self, tokens: Sequence[int], *, salt: str = "") -> Restored:
         """A prompt cache for `mlx_lm.stream_generate` with the longest held prefix of `tokens`."""
@@ -150,12 +169,20 @@ class BlockCache:
         """Publish every full block and the tail of a prompt cache that was run over `tokens`.
 
         `tokens` may be longer than what the cache holds (the last sampled token is not in it), or shorter.
-        Returns the tokens that are held now, of both.
+        Returns the tokens that are held now, of both. A window layer can be cut in full only in the prompt cache that
+        `restore` gave, which notes what the window forgets; states are kept when they end with a block.
         """
         if self._adapter is None or not len(tokens):
             return 0
-        request = uuid.uuid4().hex[:12]
-        return _Committer(self, self._adapter, self.root(salt), pack(tokens), request).commit(prompt_cache, tail=True)
+        source = self._adapter.source(prompt_cache)
+        held = source.tokens()
+        if held is None:
+            return 0
+        committer = _Committer(self, self._adapter, self.root(salt), pack(tokens), uuid.uuid4().hex[:12])
+        committed = committer.commit(source, held, tail=True)
+        if self.layout.states and held % BLOCK_TOKENS == 0:
+            committer.checkpoint(held, self._adapter.state(source))
+        return committed
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the store breaks an invariant."""
@@ -179,24 +206,31 @@ class BlockCache:
         """Shorten a plan to what restores well faster than it computes: the never-slower rule."""
         parts = plan.match.parts
         hot = next((i for i, part in enumerate(parts) if self.store.payload(part) is None), len(parts))
-        for count in (len(parts), hot):
+        for count in (len(parts),) if self.layout.states else (len(parts), hot):
             chosen = parts[:count]
             compute_s = self.prefill_rate.seconds(sum(part.tokens for part in chosen))
-            restore_s = self._restore_seconds(chosen)
+            restore_s = self._restore_seconds(chosen, plan.checkpoint)
             if compute_s is None or restore_s is None or restore_s <= WELL_UNDER * compute_s:
                 if count < len(parts):
                     self.store.shorten(plan, count, "slower than computing")
                 return
         self.store.shorten(plan, 0, "slower than computing")
 
-    def _restore_seconds(self, parts: Sequence[Part]) -> float | None:
-        """Predicted seconds, None when a rate was never measured."""
+    def _restore_seconds(self, parts: Sequence[Part], checkpoint: Part | None) -> float | None:
+        """Predicted seconds, None when a rate was never measured. Of a window layer only its last window counts."""
         if not parts:
             return 0.0
         total = START_S
-        per_token = self.layout.bytes_per_token
-        copied = sum(part.tokens for part in parts if self.store.payload(part) is not None) * per_token
-        read = sum(BLOCK_TOKENS for part in parts if self.store.payload(part) is None) * per_token
+        copied = read = 0
+        tokens = sum(part.tokens for part in parts)
+        for part in parts:
+            first = part.index * BLOCK_TOKENS
+            if self.store.payload(part) is not None:
+                copied += self.layout.rows_bytes(first, first + part.tokens, tokens)
+            else:
+                read += self.layout.rows_bytes(first, first + BLOCK_TOKENS, tokens)
+        if checkpoint is not None and self.store.payload(checkpoint) is None:
+            read += self.layout.checkpoint_bytes
         for nbytes, rate in ((copied, self.store.hot_rate), (read, self.store.cold_rate)):
             seconds = rate.seconds(nbytes) if nbytes else 0.0
             if seconds is None:
@@ -204,10 +238,12 @@ class BlockCache:
             total += seconds
         return total
 
-    def _fill(self, root: BlockName, plan: Plan, capacity_tokens: int, request: str) -> tuple[Target, int]:
+    def _fill(
+        self, root: BlockName, plan: Plan, capacity_tokens: int, request: str
+    ) -> Generator[Reading, None, tuple[Target, int]]:
         """Bring the parts of a plan into a new target, memory first; returns it and how many parts are good."""
         assert self._adapter is not None
-        target = self._adapter.target(capacity_tokens)
+        target = self._adapter.target(capacity_tokens, plan.match.tokens)
         parts = plan.match.parts
         cold: list[int] = []
         started = time.perf_counter()
@@ -223,19 +259,46 @@ class BlockCache:
         good = len(parts)
         if cold:
             waiting = [parts[i] for i in cold]
-            compute_s = self.prefill_rate.seconds(sum(part.tokens for part in waiting))
-            deadline_s = UNKNOWN_DEADLINE_S if compute_s is None else compute_s + SLACK_S
-            read = self.store.read(root, waiting, self.layout, target.views, deadline_s, request=request)
+            deadline_s = self._deadline(sum(part.tokens for part in waiting))
+            reading = self.store.read(root, waiting, self.layout, target.views, deadline_s, request=request)
+            yield reading
+            read = reading.finish()
             good = cold[read.parts] if read.parts < len(cold) else len(parts)
             if read.overran:
                 target = target.copy_of(sum(part.tokens for part in parts[:good]))
         return target, good
 
+    def _state(self, root: BlockName, plan: Plan, request: str) -> Generator[Reading, None, Payload | None]:
+        """The arrays of a plan's checkpoint, none when it needs none; None when it cannot be read."""
+        if plan.checkpoint is None:
+            return ()
+        held = self.store.payload(plan.checkpoint)
+        if held is not None:
+            # Copies of the handles: a model may put a new array into the one it was given, never into a block's.
+            return tuple(mx.array(array) for array in held)
+        arrays = tuple(mx.zeros(spec.shape, getattr(mx, spec.dtype)) for spec in self.layout.states)
+        mx.eval(arrays)
+        views = [memoryview(array).cast("B") for array in arrays]
+        everything = list(range(len(views)))
+        deadline_s = self._deadline(plan.match.tokens)
+        reading = self.store.read(root, [plan.checkpoint], self.layout, lambda _: (views, everything), deadline_s,
+                                  request=request)  # fmt: skip
+        yield reading
+        return arrays if reading.finish().parts else None
+
+    def _deadline(self, tokens: int) -> float:
+        """After how long reading `tokens` tokens is given up: when computing them would have been done."""
+        compute_s = self.prefill_rate.seconds(tokens)
+        return UNKNOWN_DEADLINE_S if compute_s is None else compute_s + SLACK_S
+
 
 class CachedSequence:
-    """One request: what was restored for it, and what it commits. Owner: the thread that owns MLX."""
+    """One request: what was restored for it, and what it commits. Owner: the thread that owns MLX.
 
-    def __init__(self, cache: BlockCache, packed: bytes, root: BlockName) -> None:
+    `source` is where its blocks are cut out of: its own prompt cache, or its row once it joined a batch.
+    """
+
+    def __init__(self, cache: BlockCache, packed: bytes, root: BlockName, marks: Sequence[int], *, keep: bool) -> None:
         self._started = time.perf_counter()
         self.id = uuid.uuid4().hex[:12]
         self.plan = cache.store.plan(root, packed)
@@ -243,36 +306,65 @@ class CachedSequence:
         self.first_token_s: float | None = None
         self._cache = cache
         self._root = root
-        self._finished = False
+        self._event: RequestEvent | None = None
         self._output_tokens = 0
         self._adapter = cache._adapter
         self.held = 0
+        self.prompt_cache: PromptCache
+        self.source: Source
+        self.restore_s = 0.0
+        self._position = 0
+        self._checkpoints = positions(cache.layout, self.prompt_tokens, marks)
+        self._latest: tuple[int, Payload] | None = None
+        self._committer = _Committer(cache, self._adapter, root, packed, self.id) if self._adapter and keep else None
+        self._restoring: Generator[Reading, None, None] | None = None
+        self._reading: Reading | None = None
         if self._adapter is None:
-            self.prompt_cache: PromptCache = plain_prompt_cache(cache._module)
+            self.prompt_cache = plain_prompt_cache(cache._module)
             self.plan.reason = cache.uncached
         else:
-            self._restore(cache, self._adapter)
-        self.restore_s = time.perf_counter() - self._started
-        self._committer = _Committer(cache, self._adapter, root, packed, self.id) if self._adapter else None
+            self._restoring = self._restore(cache, self._adapter)
 
-    def _restore(self, cache: BlockCache, adapter: Adapter) -> None:
-        planned = self.plan.match
-        cache._worth(self.plan)
-        parts = self.plan.match.parts
-        if not parts:
+    def poll(self, *, wait: bool = False) -> bool:
+        """Go on restoring; True once `prompt_cache` is there. Without `wait` it returns when it would have to wait."""
+        while self._restoring is not None:
+            if self._reading is not None and not wait and not self._reading.ready():
+                return False
+            self._reading = next(self._restoring, None)
+            if self._reading is None:
+                self._restoring = None
+                self.restore_s = time.perf_counter() - self._started
+        return True
+
+    def _restore(self, cache: BlockCache, adapter: Adapter) -> Generator[Reading, None, None]:
+        store, plan = cache.store, self.plan
+        cache._worth(plan)
+        target: Target | None = None
+        state: Payload = ()
+        while plan.match.parts:
+            parts = plan.match.parts
+            found = yield from cache._state(self._root, plan, self.id)
+            if found is None:  # one block less, so that this checkpoint is not chosen again
+                assert plan.checkpoint is not None
+                store.shorten(plan, len(parts) - 1, store.why_gone(plan.checkpoint.name) or "slower than computing")
+                continue
+            state = found
+            capacity = max(self.prompt_tokens, len(parts) * BLOCK_TOKENS) + 1
+            target, good = yield from cache._fill(self._root, plan, capacity, self.id)
+            if good == len(parts):
+                break
+            store.shorten(plan, good, store.why_gone(parts[good].name) or "slower than computing")
+            if not (cache.layout.states or cache.layout.windows):
+                break  # what arrived is whole; with a window or a state it would be another target
+        self.held = plan.match.tokens
+        if target is not None and self.held:
+            self.prompt_cache = adapter.build(target, self.held, state)
+        else:
             self.prompt_cache = adapter.new_prompt_cache()
-            return
-        target, good = cache._fill(
-            self._root, self.plan, max(self.prompt_tokens, len(parts) * BLOCK_TOKENS) + 1, self.id
-        )
-        if good < len(parts):
-            name = parts[good].name
-            cache.store.shorten(self.plan, good, cache.store.why_gone(name) or "slower than computing")
-        self.held = self.plan.match.tokens
-        self.prompt_cache = adapter.build(target, self.held) if self.held else adapter.new_prompt_cache()
-        cache.store.used(self.plan.match.parts)
-        cache.store.unpin_tail(self.plan)
-        assert self.held <= planned.tokens
+        self.source = adapter.source(self.prompt_cache)
+        self._position = self.held
+        store.used([*plan.match.parts, *([plan.checkpoint] if plan.checkpoint else [])])
+        store.unpin_tail(plan)
 
     @property
     def computed_tokens(self) -> int:
@@ -280,7 +372,7 @@ class CachedSequence:
 
     @property
     def restored_bytes(self) -> int:
-        return self.held * self._cache.layout.bytes_per_token
+        return self._cache.layout.restored_bytes(self.held)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Tell how long computing `tokens` prompt tokens took; the never-slower rule lives on it."""
@@ -291,6 +383,17 @@ class CachedSequence:
         """Tell that the first token is there."""
         self.first_token_s = time.perf_counter() - self._started
 
+    def next_stop(self, at: int) -> int:
+        """Where a prefill chunk that begins at `at` has to end at the latest, for a checkpoint to be taken there."""
+        return next((position for position in self._checkpoints if position > at), self.prompt_tokens)
+
+    def advance(self, tokens: int) -> None:
+        """Tell that the model was run over `tokens` more tokens with the prompt cache (evaluated or not)."""
+        self._position += tokens
+        decoding = self._position >= self.prompt_tokens
+        if self._adapter is not None and self._cache.layout.states and decoding and not self._position % BLOCK_TOKENS:
+            self._latest = (self._position, self._adapter.state(self.source))
+
     def extend(self, token: int) -> None:
         """One more token of the sequence: sampled, and fed to the model next."""
         self._output_tokens += 1
@@ -299,19 +402,31 @@ class CachedSequence:
 
     def commit(self) -> None:
         """Publish the full blocks that the prompt cache holds by now. Cheap when there is no new one."""
-        if self._committer is not None:
-            self._committer.commit(self.prompt_cache, tail=False)
+        if self._committer is not None and self._adapter is not None:
+            self._committer.commit(self.source, self._position, tail=False)
+            if self._position in self._checkpoints:
+                self._committer.checkpoint(self._position, self._adapter.state(self.source))
 
     def finish(self) -> RequestEvent:
         """Commit what is full, keep the tail, unpin, log the request. A second call returns the same event."""
-        if not self._finished:
-            self._finished = True
-            if self._committer is not None:
-                self._committer.commit(self.prompt_cache, tail=True)
-            self._cache.store.release(self.plan)
-            self._event = self._request_event()
-            self._cache.store.log.write(self._event)
+        if self._event is None:
+            try:
+                # An interrupt inside a forward pass leaves the layers at different tokens. Then there is nothing to
+                # add: full blocks went out as they were computed.
+                with suppress(ModelError):
+                    self._commit_last()
+            finally:
+                self._cache.store.release(self.plan)
+                self._event = self._request_event()
+                self._cache.store.log.write(self._event)
         return self._event
+
+    def _commit_last(self) -> None:
+        self.poll(wait=True)
+        if self._committer is not None:
+            self._committer.commit(self.source, self._position, tail=True)
+            if self._latest is not None:
+                self._committer.checkpoint(*self._latest)
 
     def _request_event(self) -> RequestEvent:
         found = self.plan.match
@@ -342,40 +457,63 @@ class _Committer:
         self._request = request
         self._root = root
         self._packed = bytearray(packed)
-        self._parent = root
-        self._index = 0
+        self._names: list[BlockName] = []
 
     def extend(self, token: int) -> None:
         self._packed += token.to_bytes(TOKEN_BYTES, "little")
 
-    def commit(self, prompt_cache: PromptCache, *, tail: bool) -> int:
-        """Publish what is full, and the rest as a tail if asked; returns the tokens seen in both."""
+    def commit(self, source: Source, position: int, *, tail: bool) -> int:
+        """Publish what is full, and the rest as a tail if asked; returns the tokens seen in both.
+
+        Args:
+            position: tokens that the model has seen, for a model whose cache does not say.
+        """
         store = self._cache.store
-        tokens = min(self._adapter.offset(prompt_cache), len(self._packed) // TOKEN_BYTES)
+        held = source.tokens()
+        tokens = min(position if held is None else held, len(self._packed) // TOKEN_BYTES)
         new: list[BlockIdentity] = []
-        while (self._index + 1) * BLOCK_TOKENS <= tokens:
-            start = self._index * BLOCK_TOKEN_BYTES
-            part = bytes(self._packed[start : start + BLOCK_TOKEN_BYTES])
-            name = block_name(self._parent, part)
-            block = BlockIdentity(self._root, name, self._parent, self._index, part)
-            if new or not store.holds(name, self._parent, first=self._index == 0):
-                new.append(block)
-            self._parent = name
-            self._index += 1
+        while (len(self._names) + 1) * BLOCK_TOKENS <= tokens:
+            block = self._next_block()
+            if new or not store.holds(block.name, block.parent, first=block.index == 0):
+                if source.can_cut(block.index * BLOCK_TOKENS):
+                    new.append(block)
+                elif not store.is_held(block.name):
+                    break  # a window forgot it, and what continues it could never be found
+            self._names.append(block.name)
+        full = len(self._names) * BLOCK_TOKENS
         spans = [(block.index * BLOCK_TOKENS, (block.index + 1) * BLOCK_TOKENS) for block in new]
-        rest = tokens - self._index * BLOCK_TOKENS
-        if tail and rest:
-            spans.append((self._index * BLOCK_TOKENS, tokens))
-        if not spans:
-            return tokens
-        payloads = self._adapter.cut(prompt_cache, spans)
-        for block, payload in zip(new, payloads, strict=False):
-            store.commit(block, payload, request=self._request)
-        if tail and rest:
-            part = bytes(self._packed[self._index * BLOCK_TOKEN_BYTES : tokens * TOKEN_BYTES])
-            identity = BlockIdentity(self._root, block_name(self._parent, part), self._parent, self._index, part)
-            store.commit_tail(identity, payloads[-1], request=self._request)
-        return tokens
+        tail = tail and full < tokens < full + BLOCK_TOKENS and not self._cache.layout.states and source.can_cut(full)
+        if tail:
+            spans.append((full, tokens))
+        if spans:
+            payloads = self._adapter.cut(source, spans)
+            for block, payload in zip(new, payloads, strict=False):
+                store.commit(block, payload, request=self._request)
+            if tail:
+                store.commit_tail(self._identity(full, tokens), payloads[-1], request=self._request)
+        source.forget(tokens // BLOCK_TOKENS * BLOCK_TOKENS)
+        return tokens if tail else full
+
+    def checkpoint(self, position: int, state: Payload) -> None:
+        """Publish the states after the block that ends at `position`, when that block was published."""
+        index = position // BLOCK_TOKENS - 1
+        if not 0 <= index < len(self._names):
+            return
+        block = self._identity(index * BLOCK_TOKENS, position)
+        found = checkpoint_identity(block)
+        if not self._cache.store.holds(found.name, found.parent, first=False):
+            self._cache.store.commit(found, self._adapter.checkpoint(state), request=self._request)
+
+    def _next_block(self) -> BlockIdentity:
+        start = len(self._names) * BLOCK_TOKENS
+        return self._identity(start, start + BLOCK_TOKENS)
+
+    def _identity(self, start: int, stop: int) -> BlockIdentity:
+        """The block or tail of tokens [start, stop)."""
+        index = start // BLOCK_TOKENS
+        parent = self._names[index - 1] if index else self._root
+        tokens = bytes(self._packed[start * TOKEN_BYTES : stop * TOKEN_BYTES])
+        return BlockIdentity(self._root, block_name(parent, tokens), parent, index, tokens)
 
 
 def request_line(event: RequestEvent) -> str:
@@ -393,7 +531,8 @@ def request_line(event: RequestEvent) -> str:
     if event.ttft_s is not None:
         line += f"; first token {format_seconds(event.ttft_s)}"
     if event.reason is not None:
-        line += f"; stopped matching at token {event.matched_tokens:,}: {event.reason}"
+        reason = event.reason.removesuffix(f" at token {event.matched_tokens}")  # said once is enough
+        line += f"; stopped matching at token {event.matched_tokens:,}: {reason}"
     return line
 
 

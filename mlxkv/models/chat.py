@@ -13,6 +13,22 @@ Message = Mapping[str, Any]
 """`role` and `content`, as the OpenAI API has them."""
 
 
+def system_tokens(tokenizer: Any, messages: Sequence[Message], prompt: Sequence[int]) -> int:
+    """How many leading tokens of `prompt` its system message alone gives; 0 without one.
+
+    Other conversations with the same system message share them, so a model with states is checkpointed there.
+    """
+    if not messages or messages[0].get("role") != "system":
+        return 0
+    try:
+        alone = tokenizer.apply_chat_template([messages[0]], add_generation_prompt=False)
+    except TemplateError:
+        return 0  # a template that wants a user message first
+    return next(
+        (i for i, (a, b) in enumerate(zip(alone, prompt, strict=False)) if a != b), min(len(alone), len(prompt))
+    )
+
+
 def render(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     """Token ids of a conversation, ending where the model's reply begins. No token is added that the template lacks.
 

@@ -23,7 +23,7 @@ from mlxkv.models.weights import AFFINE_BITS, AFFINE_GROUP_SIZES, WeightSpec, bu
 
 __all__ = [
     "AttentionCall", "AttentionShape", "CacheCost", "ModelTrace", "TracedArray", "TracedCache", "WeightCount",
-    "WeightSpec", "build", "trace", "trace_caches",
+    "WeightSpec", "build", "check_quantizable", "trace", "trace_caches",
 ]  # fmt: skip
 
 BLOCK_TOKENS = 64
@@ -296,7 +296,7 @@ def trace(
     if kv_bits is None:
         new = partial(_new_caches, module)
     else:
-        _check_quantizable(first, kv_bits, kv_group_size)
+        check_quantizable(first, kv_bits, kv_group_size)
         new = partial(_new_quantized_caches, module, kv_bits, kv_group_size)
         first = _first_quantized(module, new(), tokens[0])
     second = trace_caches(module, new(), tokens[1])
@@ -431,7 +431,7 @@ def _count_weights(module: nn.Module, record: Record, *, vocabulary: int) -> Wei
     )
 
 
-def _check_quantizable(caches: tuple[TracedCache, ...], bits: int, group_size: int) -> None:
+def check_quantizable(caches: tuple[TracedCache, ...], bits: int, group_size: int) -> None:
     """Raise `UsageError` unless mlx-lm quantises every growing cache of the model; states stay as they are."""
     if bits not in AFFINE_BITS or group_size not in AFFINE_GROUP_SIZES:
         raise UsageError(

@@ -102,8 +102,8 @@ def test_a_store_writes_documented_lines_only_whatever_happens(tmp_path):
     (root / relative_path(ROOT, missing.name)).unlink()
     for blocks in (chains[0], chains[1]):
         plan = store.plan(ROOT, b"".join(block.tokens for block in blocks) + pack([1]))
-        buffer = {i: [memoryview(bytearray(192))[:64], memoryview(bytearray(128))] for i in range(3)}
-        store.read(ROOT, plan.match.parts, SMALL, buffer.get, 10.0, request="r2")
+        buffer = {i: ([memoryview(bytearray(192))[:64], memoryview(bytearray(128))], [0, 1]) for i in range(3)}
+        store.read(ROOT, plan.match.parts, SMALL, buffer.get, 10.0, request="r2").finish()
         store.release(plan)
     store.flush()
     store.log.write(REQUEST)

@@ -106,9 +106,8 @@ def test_the_safetensors_package_reads_the_same_tensors_and_metadata(tmp_path):
         "index": "1",
     }
     assert [int(token) for token in metadata["tokens"].split()] == unpack(SECOND.tokens)
-    assert metadata["payload_xxh3_128"] == xxhash.xxh3_128_hexdigest(
-        b"".join(array.tobytes() for array in payload_of(SECOND, MIXED))
-    )
+    digests = [xxhash.xxh3_128_hexdigest(array.tobytes()) for array in payload_of(SECOND, MIXED)]
+    assert metadata["payload_xxh3_128"].split() == digests
     assert datetime.fromisoformat(metadata["created"]).tzinfo is not None
 
 

@@ -72,9 +72,12 @@ def test_two_layouts_have_the_same_text_exactly_when_they_are_equal(a, b):
 def test_a_layout_is_read_back_from_its_text(specs):
     layout = Layout(tuple(specs))
     assert Layout.from_json(layout.to_json()) == layout
-    assert json.loads(layout.to_json()) == [[s.path, s.heads, s.dim, s.dtype] for s in specs]
+    assert json.loads(layout.to_json()) == {
+        "arrays": [[s.path, s.heads, s.dim, s.dtype, s.window] for s in specs],
+        "states": [],
+    }
 
 
 def test_every_dtype_has_the_bytes_its_safetensors_name_says():
     for name, (tag, size) in DTYPES.items():
-        assert int(tag.lstrip("BFU")) == 8 * size, name
+        assert int(tag.lstrip("BFIU")) == 8 * size, name

@@ -14,7 +14,7 @@ from tiny import build_tiny, tiny_llama
 
 from mlxkv.cache import maintenance
 from mlxkv.cache.block_log import BlockLog
-from mlxkv.cache.cold import offline_open
+from mlxkv.cache.cold import opened
 from mlxkv.cache.store import BlockStore
 from mlxkv.core.config import CacheConfig
 from mlxkv.core.units import MIB
@@ -65,7 +65,7 @@ def ask(capsys):
 
 
 def names(blocks):
-    with offline_open(blocks, BlockLog()) as tier:
+    with opened(blocks, BlockLog(), change=True) as tier:
         return {row.name.hex(): row for row in tier.rows()}
 
 
@@ -253,13 +253,26 @@ def test_what_continued_a_damaged_block_goes_with_it(ask, blocks):
     assert found["quarantined_bytes"] > 0
 
 
-def test_a_lost_index_is_made_again_from_the_files(ask, blocks):
+def test_a_lost_index_is_a_problem_and_is_made_again_from_the_files(ask, blocks):
     before = names(blocks).keys()
     for path in blocks.glob("index.sqlite*"):
         path.unlink()
     code, found = ask("verify", blocks)
-    assert (code, found["blocks"], found["problems"]) == (0, 8, {})
+    assert (code, found["blocks"], found["problems"]) == (1, 8, {"no sound index": 1})
+    assert not list(blocks.glob("index.sqlite*"))
+    code, found = ask("verify", blocks, "--fix")
+    assert (code, found["held_blocks"]) == (0, 8)
     assert names(blocks).keys() == before
+
+
+def test_looking_at_a_cache_without_index_and_first_block_deletes_nothing(ask, blocks):
+    for path in blocks.glob("index.sqlite*"):
+        path.unlink()
+    next(path for path in blocks.rglob("*.safetensors") if place_of(path) == 0).unlink()
+    left = sorted(blocks.rglob("*"))
+    for verb in ("info", "ls", "verify"):
+        ask(verb, blocks)
+    assert sorted(blocks.rglob("*")) == left
 
 
 @pytest.fixture
@@ -301,7 +314,7 @@ def test_prune_deletes_exactly_what_it_planned_and_then_it_fits(ask, blocks):
     before = names(blocks)
     _, sizes = ask("info", blocks)
     keep = sizes["used_bytes"] - 3 * before[next(iter(before))].nbytes
-    with offline_open(blocks, BlockLog()) as tier:
+    with opened(blocks, BlockLog(), change=True) as tier:
         planned = {row.name.hex() for row in maintenance.plan_prune(tier, keep)}
     content = files_in(blocks)
     code, shown = ask("prune", blocks, "--keep", f"{keep}B", "--dry-run")

@@ -424,9 +424,9 @@ def test_a_read_that_overruns_its_deadline_is_computed_and_what_it_writes_later_
     go, late = threading.Event(), threading.Event()
     real_read = ColdTier.read
 
-    def slow_read(self: ColdTier, block: Any, layout: Any, views: Any) -> int:
+    def slow_read(self: ColdTier, block: Any, layout: Any, views: Any, tensors: Any) -> int:
         if block.index != 1:
-            return real_read(self, block, layout, views)
+            return real_read(self, block, layout, views, tensors)
         assert go.wait(SOON_S)
         for view in views:
             view[:] = b"\x7f" * view.nbytes
@@ -624,6 +624,18 @@ class Failing:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._connection, name)
+
+
+def test_work_that_fails_on_the_mover_does_not_end_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    store = open_store(tmp_path / "blocks")
+    on_its_thread(store, fail)
+    commit(store, random_blocks(2, seed=1))
+    assert store.close() == 0
+    assert len(block_files(tmp_path / "blocks")) == 2
+    assert len(warnings(caplog)) == 1
 
 
 def test_rows_lost_in_a_power_cut_come_back_from_the_files(tmp_path: Path) -> None:

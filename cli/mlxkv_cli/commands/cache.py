@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sqlite3
+import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,9 +17,9 @@ from rich.table import Column, Table
 from mlxkv.core.config import COLD_BYTES, DAILY_WRITE_BYTES, default_floor_bytes, default_hot_bytes
 from mlxkv.core.errors import CacheRootError, UsageError
 from mlxkv.core.platform import default_cache_dir
-from mlxkv.core.units import format_bytes, parse_bytes
+from mlxkv.core.units import format_bytes
 from mlxkv_cli.caching import warnings_on
-from mlxkv_cli.options import CacheDir, Cold, DryRun, Hot, Json, Yes, examples
+from mlxkv_cli.options import CacheDir, Cold, DryRun, Hot, Json, Log, Yes, examples, size
 from mlxkv_cli.output import Output
 
 if TYPE_CHECKING:
@@ -29,15 +29,28 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="See, check and shrink the blocks on the SSD.")
 
 SHOWN_BLOCKS = 50
+Keep = Annotated[
+    int, typer.Option("--keep", metavar="SIZE", parser=size, help="Most the cold tier may hold afterwards.")
+]
 Model = Annotated[str | None, typer.Option("--model", metavar="NAME", help="Only the blocks of this model.")]
 
 
-@app.command(epilog=examples("mlxkv cache info", "mlxkv cache info --json"))
-def info(cache_dir: CacheDir = None, hot: Hot = None, cold: Cold = None, as_json: Json = False) -> None:
-    """Sizes against budgets, and what each model holds."""
+@app.command(epilog=examples("mlxkv cache info", "mlxkv cache info --json", "mlxkv cache info Qwen3.5-27B"))
+def info(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Say how this model's cache is cut instead.")
+    ] = None,
+    cache_dir: CacheDir = None,
+    hot: Hot = None,
+    cold: Cold = None,
+    as_json: Json = False,
+) -> None:
+    """Sizes against budgets, and what each model holds; or how a MODEL's cache is cut, from its config alone."""
     from mlxkv.cache import maintenance
 
     output = Output(json=as_json)
+    if model is not None:
+        return _model_info(output, model)
     directory = cache_dir or default_cache_dir()
     budgets = {
         "hot_budget_bytes": default_hot_bytes() if hot is None else hot,
@@ -77,6 +90,7 @@ def info(cache_dir: CacheDir = None, hot: Hot = None, cold: Cold = None, as_json
         **budgets,
         models=[{**vars(use), "root": use.root.hex()} for use in found],
     )
+    return None
 
 
 @app.command(epilog=examples("mlxkv cache ls", "mlxkv cache ls --limit 0 --json"))
@@ -104,8 +118,7 @@ def ls(
         (
             item.row.name.hex()[:12],
             item.model,
-            f"{item.row.index * 64:,}-{item.row.index * 64 + 63:,}"
-            + (f"  +{item.branches} ways" if item.branches > 1 else ""),
+            _place(item.row) + (f"  +{item.branches} ways" if item.branches > 1 else ""),
             f"{item.row.nbytes / 1024:,.0f}",
             "cold",
             f"{item.row.hits:,}",
@@ -143,7 +156,7 @@ def show(
     lines = [
         f"block     {row.name.hex()}",
         f"model     {name}, root {row.root.hex()[:12]}",
-        f"tokens    {row.index * 64:,} to {row.index * 64 + 63:,} of its chain: {' '.join(map(str, tokens[:12]))} ...",
+        f"tokens    {_place(row)} of its chain" + (f": {' '.join(map(str, tokens[:12]))} ..." if tokens else ""),
         f"continues {'nothing: it is the first' if row.index == 0 else row.parent.hex()[:12]}",
         f"followed  by {', '.join(n[:12] for n in following) or 'nothing'}",
         f"file      {path} ({format_bytes(row.nbytes)})",
@@ -161,24 +174,32 @@ def show(
 def verify(
     fix: Annotated[bool, typer.Option("--fix", help="Repair the index and set damaged files aside.")] = False,
     cache_dir: CacheDir = None,
+    log: Log = None,
     as_json: Json = False,
 ) -> None:
     """Check every byte of every block, and the index against the files. Exit code 1 when something is wrong."""
     from mlxkv.cache import maintenance
 
     output = Output(json=as_json)
-    with _tier(cache_dir or default_cache_dir(), output) as tier, output.progress("reading every block"):
-        found = maintenance.verify(tier, fix=fix) if tier else maintenance.Verification(fixed=fix)
+    directory = cache_dir or default_cache_dir()
+    with _tier(directory, output) as tier, output.progress("reading every block"):
+        found = maintenance.verify(tier) if tier else maintenance.Verification()
+    held = found.blocks
+    if fix and found.problems:
+        with _tier(directory, output, change=True, log=log) as tier:
+            held = maintenance.repair(tier, found) if tier else 0
     lines = [f"{found.blocks:,} blocks are sound, {format_bytes(found.read_bytes)} read"]
     lines += [f"{count:,} {kind}" for kind, count in found.problems.items()]
     lines += [f"  {kind}: {what}" for kind, what in found.files[:20]]
     if found.foreign:
         lines.append(f"{len(found.foreign):,} files are not the cache's; left alone: {', '.join(found.foreign[:5])}")
     if found.problems:
-        lines.append("All of it was repaired." if fix else "Run `mlxkv cache verify --fix` to repair it.")
+        repaired = f"Repaired; {held:,} blocks are held now, without what continued a block that is gone."
+        lines.append(repaired if fix else "Run `mlxkv cache verify --fix` to repair it.")
     output.result(
         "\n".join(lines),
         blocks=found.blocks,
+        held_blocks=held,
         read_bytes=found.read_bytes,
         problems=dict(found.problems),
         files=[{"problem": kind, "file": what} for kind, what in found.files],
@@ -191,8 +212,9 @@ def verify(
 
 @app.command(epilog=examples("mlxkv cache prune --keep 5GiB --dry-run", "mlxkv cache prune --keep 5GiB --yes"))
 def prune(
-    keep: Annotated[str, typer.Option("--keep", metavar="SIZE", help="Most the cold tier may hold afterwards.")],
+    keep: Keep,
     cache_dir: CacheDir = None,
+    log: Log = None,
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: Json = False,
@@ -201,15 +223,16 @@ def prune(
     from mlxkv.cache import maintenance
 
     output = Output(json=as_json)
-    keep_bytes = parse_bytes(keep)
-    with _tier(cache_dir or default_cache_dir(), output) as tier:
-        _delete(output, tier, maintenance.plan_prune(tier, keep_bytes) if tier else [], dry_run=dry_run, yes=yes)
+    with _tier(cache_dir or default_cache_dir(), output, change=not dry_run, log=log) as tier:
+        rows = maintenance.plan_prune(tier, keep) if tier else []
+        _delete(output, tier, rows, dry_run=dry_run, yes=yes, reason="prune", tidy=keep == 0)
 
 
 @app.command(epilog=examples("mlxkv cache clear --dry-run", "mlxkv cache clear --model smollm2-135m --yes"))
 def clear(
     cache_dir: CacheDir = None,
     model: Model = None,
+    log: Log = None,
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: Json = False,
@@ -218,12 +241,33 @@ def clear(
     from mlxkv.cache import maintenance
 
     output = Output(json=as_json)
-    with _tier(cache_dir or default_cache_dir(), output) as tier:
+    with _tier(cache_dir or default_cache_dir(), output, change=not dry_run, log=log) as tier:
         rows = [item.row for item in maintenance.chains(tier) if model in (None, item.model)] if tier else []
-        _delete(output, tier, rows, dry_run=dry_run, yes=yes)
+        _delete(output, tier, rows, dry_run=dry_run, yes=yes, reason="clear", tidy=model is None)
 
 
-def _delete(output: Output, tier: ColdTier | None, rows: list[Row], *, dry_run: bool, yes: bool) -> None:
+def _model_info(output: Output, model: str) -> None:
+    """Which layers are cut by token, which keep a window, which are checkpointed, and what each costs."""
+    from mlxkv.budget.source import find_source
+    from mlxkv.models.cache_kinds import describe
+
+    found = describe(find_source(model).config)
+    costs = (Column("a block", justify="right"), Column("a checkpoint", justify="right"))
+    table = Table("layers", "kind", *costs, "a match resumes", box=None, pad_edge=False, header_style="bold")
+    for group in found.groups:
+        table.add_row(
+            f"{group.layers} x {group.class_name}",
+            group.kind + (f" of {group.window_tokens:,} tokens" if group.window_tokens else ""),
+            format_bytes(group.block_bytes) if group.block_bytes else "",
+            format_bytes(group.checkpoint_bytes) if group.checkpoint_bytes else "",
+            group.resumes,
+        )
+    output.result(Group(table, "", found.sentence), model=model, **found.as_fields())
+
+
+def _delete(
+    output: Output, tier: ColdTier | None, rows: list[Row], *, dry_run: bool, yes: bool, reason: str, tidy: bool
+) -> None:
     """Show the plan, ask, act, report."""
     planned = sum(row.nbytes for row in rows)
     blocks = freed = 0
@@ -233,29 +277,33 @@ def _delete(output: Output, tier: ColdTier | None, rows: list[Row], *, dry_run: 
         said = f"Would delete {len(rows):,} blocks, {format_bytes(planned)}."
     else:
         output.confirm(f"Delete {len(rows):,} blocks, {format_bytes(planned)}?", yes=yes)
-        blocks, freed = tier.delete(rows, reason="prune")
+        blocks, freed = tier.delete(rows, reason=reason)
         said = f"{blocks:,} blocks deleted, {format_bytes(freed)} freed"
+    if tidy and tier is not None and not dry_run:
+        tier.tidy()
     output.result(
         said, blocks=blocks, freed_bytes=freed, planned_blocks=len(rows), planned_bytes=planned, dry_run=dry_run
     )
 
 
 @contextmanager
-def _tier(directory: Path, output: Output) -> Iterator[ColdTier | None]:
-    """The cold tier, opened so that looking never deletes; None where there is no cache yet."""
+def _tier(
+    directory: Path, output: Output, *, change: bool = False, log: Path | None = None
+) -> Iterator[ColdTier | None]:
+    """The cold tier; None where there is no cache yet. Without `change` nothing is created, repaired or deleted."""
     from mlxkv.cache.block_log import BlockLog
-    from mlxkv.cache.cold import offline_open
+    from mlxkv.cache.cold import absent_mount_point, opened
 
-    if not directory.exists():
+    absent = absent_mount_point(directory)
+    if absent is not None:
+        raise CacheRootError(f"{absent} is not mounted; attach the disk, or choose another --cache-dir.")
+    if not os.path.exists(directory):
+        blocking = next((parent for parent in directory.parents if os.path.exists(parent)), directory)
+        if not os.path.isdir(blocking):
+            raise CacheRootError(f"{blocking} is not a directory; choose another --cache-dir.")
         yield None
         return
-    with warnings_on(output), ExitStack() as opened:
-        try:
-            tier = opened.enter_context(offline_open(directory, BlockLog()))
-        except (OSError, sqlite3.Error) as error:
-            raise CacheRootError(
-                f"cannot use {directory} ({error}); run `mlxkv doctor`, or choose another --cache-dir."
-            ) from error
+    with warnings_on(output), opened(directory, BlockLog(log), change=change) as tier:
         yield tier
 
 
@@ -271,6 +319,13 @@ def _one(tier: ColdTier | None, text: str) -> Row:
     return found[0]
 
 
+def _place(row: Row) -> str:
+    """Which tokens of its chain a block holds, or after which one a checkpoint stands."""
+    if not row.tokens:
+        return f"checkpoint after {row.index * 64 - 1:,}"
+    return f"{row.index * 64:,}-{row.index * 64 + 63:,}"
+
+
 def _fields(row: Row, model: str) -> dict[str, Any]:
     return {
         "block": row.name.hex(),
@@ -278,7 +333,7 @@ def _fields(row: Row, model: str) -> dict[str, Any]:
         "root": row.root.hex(),
         "model": model,
         "index": row.index,
-        "tokens": 64,
+        "tokens": len(row.tokens) // 4,
         "bytes": row.nbytes,
         "tier": "cold",
         "hits": row.hits,

@@ -31,6 +31,12 @@ def chat(
     ] = 1.0,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens in a reply.")] = 512,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Makes sampling repeatable.")] = None,
+    kv_bits: Annotated[
+        int | None, typer.Option("--kv-bits", metavar="4|8", help="Keep keys and values in so many bits.")
+    ] = None,
+    paranoid: Annotated[
+        bool, typer.Option("--paranoid", help="Read the weights again to tell whether they changed.")
+    ] = False,
     cache_dir: CacheDir = None,
     hot: Hot = None,
     cold: Cold = None,
@@ -54,11 +60,12 @@ def chat(
     sampling = Sampling(temp, top_p, max_tokens, seed)
     config = cache_config(cache_dir, hot, cold, no_cold, log)
     output.say(f"mlxkv: loading {model} ...", "dim")
-    loaded = load(model, adapter=adapter)
-    with open_cache(loaded, config, output) as cache:
+    loaded = load(model, adapter=adapter, paranoid=paranoid)
+    with open_cache(loaded, config, output, kv_bits=kv_bits) as cache:
         conversation = Chat(loaded, cache, system=system)
         if prompt is not None:
-            _answer(output, conversation, prompt, sampling)
+            if not _answer(output, conversation, prompt, sampling):
+                raise typer.Exit(130)
         else:
             _converse(output, conversation, sampling)
 
@@ -86,29 +93,33 @@ def _lines(output: Output) -> Iterator[str]:
             yield text
 
 
-def _answer(output: Output, conversation: Chat, text: str, sampling: Sampling) -> None:
+def _answer(output: Output, conversation: Chat, text: str, sampling: Sampling) -> bool:
+    """Show the reply as it comes and the request line after it; False when it was stopped."""
     from mlxkv.cache.block_log import as_fields
     from mlxkv.core.errors import UsageError
     from mlxkv.models.block_cache import request_line
 
-    said = ""
+    said, whole = "", True
     pieces = conversation.reply(text, sampling)
     try:
         for piece in pieces:
             said += piece
             output.write(piece)
     except KeyboardInterrupt:
+        whole = False
         pieces.close()  # type: ignore[attr-defined]
         output.say(" [stopped]", "dim")
     except UsageError as error:
         if output.json or not output.interactive:
             raise
         output.say(f"mlxkv: {error}")
-        return
+        return True
     event = conversation.event
-    assert event is not None
+    if event is None:
+        return whole  # stopped before anything was asked of the model
     output.write("\n")
     if output.json:
         output.result("", text=said, request=as_fields(event))
     else:
         output.say(request_line(event), "dim")
+    return whole

@@ -17,7 +17,7 @@ from mlxkv.core.errors import MlxkvError
 from mlxkv.core.platform import default_cache_dir
 from mlxkv.core.units import GIB, format_bytes, format_seconds
 from mlxkv_cli.caching import cache_config, open_cache
-from mlxkv_cli.options import CacheDir, Json
+from mlxkv_cli.options import CacheDir, Cold, Hot, Json, Log
 from mlxkv_cli.output import Output
 
 ANY_BYTES = 2**62
@@ -27,6 +27,9 @@ ANY_BYTES = 2**62
 
 def demo(
     cache_dir: CacheDir = None,
+    hot: Hot = None,
+    cold: Cold = None,
+    log: Log = None,
     as_json: Json = False,
     tokens: Annotated[int | None, typer.Option("--tokens", hidden=True, help="About how long the prompt is.")] = None,
     restart: Annotated[str, typer.Option("--restart", hidden=True, help="The salt of the run to find again.")] = "",
@@ -53,7 +56,8 @@ def demo(
     prompt = demo_prompt(model, wanted)
     warm_up(model)
     # A directory that somebody named may hold more than the demo's own: nothing of it may go for the demo.
-    config = cache_config(directory, 2 * GIB, 2 * GIB if cache_dir is None else ANY_BYTES, no_cold=False, log=None)
+    room = 2 * GIB if cache_dir is None else ANY_BYTES
+    config = cache_config(directory, hot or 2 * GIB, cold or room, no_cold=False, log=log)
     if restart:
         with open_cache(model, config, output) as cache:
             run = demo_run("restart", model, cache, prompt, salt=restart)
@@ -106,10 +110,10 @@ def _restarted(salt: str, tokens: int, directory: Path) -> dict[str, Any]:
 def _forget_earlier(directory: Path) -> None:
     """Delete the blocks of earlier demos; the demo's own folder holds nothing else."""
     from mlxkv.cache.block_log import BlockLog
-    from mlxkv.cache.cold import offline_open
+    from mlxkv.cache.cold import opened
 
     if directory.is_dir():
-        with offline_open(directory, BlockLog()) as tier:
+        with opened(directory, BlockLog(), change=True) as tier:
             tier.delete(tier.rows(), reason="demo")
 
 
