@@ -306,7 +306,7 @@ def test_a_tail_is_shared_to_the_token_and_replaced_by_a_longer_one(llama: Block
     assert_equals_fresh(warm, run_fresh(model("llama"), longer))
     tails = tails_of(llama)
     assert run_warm(llama, model("llama"), prompt).held == 99, "all but one, out of the longer tail"
-    assert tails == tails_of(llama) == [36, 46], "the tail of 36 that nobody continues, and the one of 46 in place of what it continued"
+    assert tails == tails_of(llama) == [36, 46], "the one of 46 took the place of what it continued"
 
 
 def tails_of(cache: BlockCache) -> list[int]:
