@@ -256,6 +256,10 @@ def test_a_process_is_alive_until_it_has_ended():
     assert not process_is_alive(child.pid)
 
 
-@pytest.mark.parametrize(("pid", "alive"), [(1, True), (os.getpid(), True), (0, False), (-1, False), (2**70, False)])
+@pytest.mark.parametrize(
+    ("pid", "alive"),
+    [(1, True), (os.getpid(), True), (0, False), (-1, False), (2**70, False)],
+    ids=["init", "this", "zero", "negative", "huge"],  # one name in every worker
+)
 def test_a_number_that_is_no_process_is_not_alive(pid, alive):
     assert process_is_alive(pid) is alive
