@@ -103,8 +103,9 @@ def test_a_block_evicted_by_another_process_is_a_miss(tmp_path: Path) -> None:
     plan = b.plan(ROOT, b"".join(block.tokens for block in chain) + bytes(4))
     delete(a, index=2)
     room = {part.index: [bytearray(t.nbytes()) for t in LAYOUT.tensors] for part in plan.match.parts}
-    views = lambda index: [memoryview(array) for array in room[index]]  # noqa: E731
-    read = b.read(ROOT, plan.match.parts, LAYOUT, views, WAIT_S)
+    everything = list(range(len(LAYOUT.tensors)))
+    views = lambda index: ([memoryview(array) for array in room[index]], everything)  # noqa: E731
+    read = b.read(ROOT, plan.match.parts, LAYOUT, views, WAIT_S).finish()
     assert (read.parts, read.overran) == (2, False)
     assert [b.why_gone(block.name) for block in chain] == [None, None, "evicted", None]
     b.release(plan)
