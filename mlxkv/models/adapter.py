@@ -188,7 +188,9 @@ class Adapter:
 
         Right after a prefill a state can be a view of the whole chunk: up to 257 times its own bytes were seen.
         """
-        copies = tuple(mx.contiguous(array, allow_col_major=False) + mx.zeros((), array.dtype) for array in state)
+        # As bytes: adding zero copies, and to a float it would turn -0.0 into 0.0.
+        flat = [mx.contiguous(array, allow_col_major=False).view(mx.uint8) for array in state]
+        copies = tuple((a + mx.zeros((), mx.uint8)).view(array.dtype) for a, array in zip(flat, state, strict=True))
         mx.eval(copies)
         return copies
 
