@@ -56,8 +56,8 @@ JSON_FIELDS: dict[str, dict[str, str]] = {
         "written_today_bytes": "how much of it is written",
         "quarantined_files": "damaged files set aside",
         "quarantined_bytes": "their physical bytes",
-        "models": "one object a root: `root`, `model`, `blocks`, `tokens`, `used_bytes`, `hits`, `last_used` (seconds"
-        " since 1970)",
+        "models": "one object a root: `root`, `model`, `blocks`, `checkpoints`, `tokens`, `block_bytes` (without"
+        " checkpoints), `used_bytes`, `hits`, `last_used` (seconds since 1970)",
     },
     "cache ls": {
         "blocks": "one object a block, a block before what continues it: `block`, `parent`, `root`, `model`, `index`,"
@@ -69,7 +69,8 @@ JSON_FIELDS: dict[str, dict[str, str]] = {
         "root": "its root",
         "model": "the model's name",
         "index": "its place in the chain, from 0",
-        "tokens": "64",
+        "kind": "`block` or `checkpoint`",
+        "tokens": "64; 0 for a checkpoint",
         "bytes": "physical bytes of its file",
         "tier": "`cold`",
         "hits": "how often it was restored",

@@ -62,6 +62,10 @@ Log = Annotated[
     Path | None,
     typer.Option("--log", metavar="FILE", envvar="MLXKV_LOG", parser=_path, help="Add the block log to this file."),
 ]
+KvBits = Annotated[
+    int | None,
+    typer.Option("--kv-bits", metavar="4|8", help="Quantised KV, where mlx-lm can: smaller blocks of their own."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before deleting.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done and do nothing.")]

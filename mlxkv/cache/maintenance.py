@@ -35,7 +35,9 @@ class RootUse:
     root: BlockName
     model: str
     blocks: int
+    checkpoints: int
     tokens: int
+    block_bytes: int
     used_bytes: int
     hits: int
     last_used: float
@@ -43,7 +45,7 @@ class RootUse:
 
 @dataclass(frozen=True)
 class ChainRow:
-    """A block with its place among the chains: `depth` 0 starts one, `branches` says how many continue it."""
+    """A block or a checkpoint with its place among the chains; `branches` says how many blocks continue it."""
 
     row: Row
     model: str
@@ -76,8 +78,10 @@ def roots(tier: ColdTier) -> list[RootUse]:
         RootUse(
             root=root,
             model=model_of(tier, root),
-            blocks=len(rows),
+            blocks=sum(not row.is_checkpoint for row in rows),
+            checkpoints=sum(row.is_checkpoint for row in rows),
             tokens=sum(len(row.tokens) // TOKEN_BYTES for row in rows),
+            block_bytes=sum(row.nbytes for row in rows if not row.is_checkpoint),
             used_bytes=sum(row.nbytes for row in rows),
             hits=sum(row.hits for row in rows),
             last_used=max(row.used for row in rows),
@@ -106,7 +110,7 @@ def chains(tier: ColdTier) -> Iterator[ChainRow]:
         if row.root not in models:
             models[row.root] = model_of(tier, row.root)
         following = sorted(children.get(row.name, []), key=lambda child: child.used)
-        yield ChainRow(row, models[row.root], len(following))
+        yield ChainRow(row, models[row.root], sum(not child.is_checkpoint for child in following))
         waiting += following
 
 

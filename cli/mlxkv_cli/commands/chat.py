@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlxkv_cli.caching import cache_config, open_cache
-from mlxkv_cli.options import CacheDir, Cold, Hot, Json, Log, NoCold
+from mlxkv_cli.options import CacheDir, Cold, Hot, Json, KvBits, Log, NoCold
 from mlxkv_cli.output import Output
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ def chat(
     ] = 1.0,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens in a reply.")] = 512,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Makes sampling repeatable.")] = None,
-    kv_bits: Annotated[
-        int | None, typer.Option("--kv-bits", metavar="4|8", help="Keep keys and values in so many bits.")
-    ] = None,
+    kv_bits: KvBits = None,
     paranoid: Annotated[
         bool, typer.Option("--paranoid", help="Read the weights again to tell whether they changed.")
     ] = False,
