@@ -17,8 +17,9 @@ from tiny import ALL_TINY, build_tiny
 from mlxkv.cache.store import BlockStore
 from mlxkv.core.config import CacheConfig
 from mlxkv.core.units import GIB, MIB
-from mlxkv.engine.engine import Engine
+from mlxkv.engine.engine import Engine, Opened
 from mlxkv.engine.request import Failed, Finished, Piece, Request, Sampling
+from mlxkv.engine.scheduler import Limits
 from mlxkv.models.block_cache import BlockCache
 from mlxkv.models.loader import LoadedModel
 
@@ -94,16 +95,21 @@ def running(
     *,
     hot: int = 64 * MIB,
     cold: int = GIB,
+    limits: Limits | None = None,
+    chunk_tokens: int = 64,
+    listener: Any = None,
     **options: Any,
 ) -> Iterator[Engine]:
     """An engine that runs while the body does; nothing may be left pinned when it ends."""
 
-    def open_model() -> tuple[LoadedModel, BlockCache]:
+    def open_model() -> Opened:
         model = make()
         store = BlockStore(CacheConfig(directory=directory, hot_bytes=hot, cold_bytes=cold, floor_bytes=0))
-        return model, BlockCache(model.module, model.fields, store, name=model.name)
+        store.log.listener = listener
+        cache = BlockCache(model.module, model.fields, store, name=model.name)
+        return Opened(model, cache, limits or Limits(), chunk_tokens)
 
-    engine = Engine(open_model, **{"chunk_tokens": 64, **options})
+    engine = Engine(open_model, **options)
     engine.start(SOON_S)
     try:
         yield engine

@@ -20,7 +20,7 @@ import typer.core
 import typer.main
 
 from mlxkv.core.errors import MlxkvError
-from mlxkv_cli.commands import budget, cache, chat, demo, doctor, models
+from mlxkv_cli.commands import budget, cache, chat, demo, doctor, models, serve, top
 from mlxkv_cli.options import examples
 from mlxkv_cli.output import Output
 
@@ -88,6 +88,12 @@ app.command(
         "mlxkv chat smollm2-135m", 'mlxkv chat smollm2-135m --prompt "What is the capital of France?" --json'
     )
 )(chat.chat)
+app.command(
+    epilog=examples(
+        "mlxkv serve smollm2-135m", "mlxkv serve mlx-community/Qwen2.5-0.5B-Instruct-4bit --port 9000 --hot 4GiB"
+    )
+)(serve.serve)
+app.command(epilog=examples("mlxkv top", "mlxkv top --url http://127.0.0.1:9000 --once --json"))(top.top)
 app.add_typer(cache.app, name="cache")
 app.command(epilog=examples("mlxkv doctor", "mlxkv doctor --json"))(doctor.doctor)
 

@@ -22,7 +22,6 @@ import mlx.core as mx
 from mlxkv.cache.block_log import RequestEvent
 from mlxkv.cache.names import BLOCK_TOKENS, BlockName, chain, pack
 from mlxkv.core.errors import BudgetError, MlxkvError
-from mlxkv.engine.generate import CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS
 from mlxkv.engine.request import Emit, Failed, Finished, Piece, Prefilled, Request, Started
 from mlxkv.engine.sampling import RowSampler, Sampled, sample_rows
 from mlxkv.engine.scheduler import Limits, Scheduler
@@ -50,6 +49,16 @@ class EngineStoppedError(MlxkvError):
     """The engine is not running: it loads, ended, or is being started again."""
 
     http_status = 503
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A loaded model with its cache, and how much may run at once."""
+
+    model: LoadedModel
+    cache: BlockCache
+    limits: Limits
+    chunk_tokens: int
 
 
 @dataclass(frozen=True)
@@ -131,10 +140,8 @@ class Engine:
 
     def __init__(
         self,
-        open_model: Callable[[], tuple[LoadedModel, BlockCache]],
+        open_model: Callable[[], Opened],
         *,
-        limits: Limits | None = None,
-        chunk_tokens: int | None = None,
         lookahead: bool | None = None,
         on_request: Callable[[RequestEvent], None] | None = None,
     ) -> None:
@@ -142,19 +149,16 @@ class Engine:
 
         Args:
             open_model: loads the model and opens its cache; called on the engine's thread.
-            chunk_tokens: prompt tokens a step; by default what is fast on this device.
             lookahead: queue a step before the tokens of the last are read, so that a GPU never waits for Python. On a
                 CPU, queueing waits for most of the step before, so there it is off by default.
             on_request: called with the event of every request that ended, on the engine's thread.
         """
-        self.limits = limits or Limits()
         self.status = Status()
         self.error: BaseException | None = None
         self._open_model = open_model
-        self._chosen_chunk_tokens = chunk_tokens
         self._chosen_lookahead = lookahead
         self._on_request = on_request
-        self._opened: tuple[LoadedModel, BlockCache] | None = None
+        self._opened: Opened | None = None
         self._ready = threading.Event()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -165,10 +169,10 @@ class Engine:
         self._steps = 0
         self._pins: list[tuple[float, Callable[[], None]]] = []
         self._thread = threading.Thread(target=self._main, name="mlxkv-engine", daemon=True)
-        self._begin_anew()
+        self._begin_anew(Limits())
 
-    def _begin_anew(self) -> None:
-        self._scheduler: Scheduler[_Asked] = Scheduler(self.limits)
+    def _begin_anew(self, limits: Limits) -> None:
+        self._scheduler: Scheduler[_Asked] = Scheduler(limits)
         self._prefilling: deque[_Live] = deque()
         self._rows: list[_Live] = []
         self._batch = DecodeBatch()
@@ -194,22 +198,27 @@ class Engine:
         return self._opened is not None and self._thread.is_alive() and self.error is None and not self._closing
 
     @property
-    def model(self) -> LoadedModel:
-        return self._need_opened()[0]
+    def opened(self) -> Opened:
+        """The model and its cache, whose store may only be touched on the engine's thread, see `call`.
 
-    @property
-    def cache(self) -> BlockCache:
-        """Its store may only be touched on the engine's thread, see `call`; layout and name may be read anywhere."""
-        return self._need_opened()[1]
-
-    def _need_opened(self) -> tuple[LoadedModel, BlockCache]:
+        Raises:
+            EngineStoppedError: the model is not loaded yet.
+        """
         if self._opened is None:
             raise EngineStoppedError("the model is not loaded yet; try again in a moment.")
         return self._opened
 
     @property
-    def chunk_tokens(self) -> int:
-        return self._chosen_chunk_tokens or (CPU_CHUNK_TOKENS if on_cpu() else GPU_CHUNK_TOKENS)
+    def model(self) -> LoadedModel:
+        return self.opened.model
+
+    @property
+    def cache(self) -> BlockCache:
+        return self.opened.cache
+
+    @property
+    def limits(self) -> Limits:
+        return self.opened.limits
 
     def submit(self, request: Request, emit: Emit) -> None:
         """Queue a request; its events come through `emit`, on the engine's thread, and end in Finished or Failed.
@@ -263,6 +272,10 @@ class Engine:
         """Bytes of keys, values and states that a request may come to hold."""
         return self.cache.layout.restored_bytes(len(request.prompt) + request.max_tokens)
 
+    def refuse(self) -> None:
+        """Take no more requests; what was taken goes on."""
+        self._closing = True
+
     def close(self, *, drain_s: float = 30.0) -> int:
         """Finish what runs within the time, end the rest, close the cache; returns blocks that the SSD lacks."""
         self._closing = True
@@ -276,8 +289,10 @@ class Engine:
 
     def _main(self) -> None:
         try:
-            self._opened = self._open_model()
-            self._warm_up()
+            opened = self._open_model()
+            _warm_up(opened)
+            self._begin_anew(opened.limits)
+            self._opened = opened
         except BaseException as error:  # noqa: BLE001 - `start` raises it where somebody can answer it
             self.error = error
             self._ready.set()
@@ -298,14 +313,9 @@ class Engine:
                 if restarts > RESTARTS or self._closing:
                     break
                 time.sleep(RESTART_S)
-                self._begin_anew()
+                self._begin_anew(self.limits)
                 self.error = None
         self._lost = self.cache.close()
-
-    def _warm_up(self) -> None:
-        """Run one token, so that the first request does not wait for what is only done once."""
-        model, cache = self._need_opened()
-        mx.eval(model.module(mx.zeros((1, 1), mx.int32), cache=cache.new_prompt_cache()))
 
     def _turn(self) -> bool:
         """One turn of the loop; False when it is time to end."""
@@ -396,7 +406,8 @@ class Engine:
         sequence, prompt, last = live.sequence, live.request.prompt, live.prompt_tokens - 1
         if live.at < last:
             began = time.perf_counter()
-            stop = min((live.at // self.chunk_tokens + 1) * self.chunk_tokens, last, sequence.next_stop(live.at))
+            chunk = self.opened.chunk_tokens
+            stop = min((live.at // chunk + 1) * chunk, last, sequence.next_stop(live.at))
             self.model.module(mx.array(prompt[live.at : stop])[None], cache=sequence.prompt_cache)
             mx.eval([cache.state for cache in sequence.prompt_cache])
             sequence.advance(stop - live.at)
@@ -546,6 +557,7 @@ class Engine:
         live.asked.emit(
             Finished(
                 reason="cancelled" if cancelled else "stop" if stopped or live.text.stopped else "length",
+                stopped_by_text=live.text.stopped,
                 prompt_tokens=live.prompt_tokens,
                 cached_tokens=live.sequence.held,
                 output_tokens=len(live.output),
@@ -599,3 +611,8 @@ class Engine:
             live_bytes=self._scheduler.live_bytes,
             steps=self._steps,
         )
+
+
+def _warm_up(opened: Opened) -> None:
+    """Run one token, so that the first request does not wait for what is only done once."""
+    mx.eval(opened.model.module(mx.zeros((1, 1), mx.int32), cache=opened.cache.new_prompt_cache()))

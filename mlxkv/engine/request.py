@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mlxkv.cache.block_log import RequestEvent
@@ -41,6 +41,10 @@ class Sampling:
             raise UsageError(f"top_k is {self.top_k}; it is 0 (off) or more.")
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise UsageError(f"seed is {self.seed}; it is a whole number from 0 to 2**64 - 1.")
+
+    def other(self, choice: int) -> Sampling:
+        """The same for another choice of one request: what was seeded is drawn with another seed."""
+        return self if self.seed is None else replace(self, seed=(self.seed + choice) % 2**64)
 
 
 Processor = Callable[[Any, Any], Any]
@@ -125,6 +129,7 @@ class Finished:
     """The end. `reason` is `stop` (a stop token or text), `length`, or `cancelled`."""
 
     reason: Literal["stop", "length", "cancelled"]
+    stopped_by_text: bool
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int

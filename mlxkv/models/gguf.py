@@ -509,8 +509,12 @@ class ByteDetokenizer:
         self.tokens: list[int] = []
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
+    def piece(self, token: int) -> bytes:
+        """The bytes of one token."""
+        return self._pieces[token] if 0 <= token < len(self._pieces) else b""
+
     def add_token(self, token: int) -> None:
-        piece = self._pieces[token] if token < len(self._pieces) else b""
+        piece = self.piece(token)
         if self._strip and not self.tokens:
             piece = piece.removeprefix(b" ")
         self.tokens.append(token)
@@ -546,7 +550,7 @@ def tokenizer_from_gguf(path: Path) -> TokenizerWrapper:
 
     model = header.get("tokenizer.ggml.model", str)
     if model == "gpt2":
-        backend, pieces = _byte_level(header, vocabulary), _byte_level_pieces(tokens)
+        backend, pieces = _byte_level(header, vocabulary), byte_level_pieces(tokens)
     elif model == "llama":
         backend, pieces = _sentencepiece(header, vocabulary, types), _sentencepiece_pieces(header, tokens, types)
     else:
@@ -639,7 +643,7 @@ def _byte_level(header: Header, vocabulary: dict[str, int]) -> Tokenizer:
     return backend
 
 
-def _byte_level_pieces(tokens: list[str]) -> list[bytes]:
+def byte_level_pieces(tokens: list[str]) -> list[bytes]:
     """The bytes of each token; with a character outside the alphabet it stands for itself, as in `tokenizers`."""
     outside = 0xFFFF
     alphabet = {code: outside for code in range(256)} | _byte_alphabet()
