@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
+from kinds import CONFIGS
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from talking import plain_tokenizer
 from tiny import ALL_TINY, build_tiny
@@ -81,7 +82,7 @@ def ask_all(engine: Engine, requests: Sequence[Request]) -> list[Reply]:
 
 def tiny_model(name: str = "llama", module: nn.Module | None = None, *, ends: bool = False) -> LoadedModel:
     """A random model with the tokenizer of `talking`; without `ends` no token ends its reply."""
-    config = ALL_TINY[name]()
+    config = ALL_TINY[name]() if name in ALL_TINY else CONFIGS[name]
     tokenizer = TokenizerWrapper(plain_tokenizer())
     if not ends:
         tokenizer._eos_token_ids = {NO_END}

@@ -1,8 +1,8 @@
 """The engine: one thread that owns MLX, the model and the block cache, and runs many requests at once.
 
-Each turn of its loop takes what was asked, goes on with restores, runs one chunk of one prefill, and decodes one token
-for every running row. A long prompt therefore stops the others for no longer than a chunk. An exception in one request
-ends that request; one outside of all requests ends them all, and the engine begins anew, once.
+Each turn of its loop takes what was asked, goes on with restores, prefills a chunk's worth of tokens, and decodes one
+token for every running row. A long prompt therefore stops the others for no longer than a chunk. An exception in one
+request ends that request; one outside of all requests ends them all, and the engine begins anew, once.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ class Engine:
         self._end_cancelled()
         self._admit()
         if self._prefilling:
-            self._prefill_one()
+            self._prefill()
         if self._rows:
             self._decode()
         self._expire_pins()
@@ -381,8 +381,9 @@ class Engine:
         )
         return _Live(asked, self.need_bytes(request), sequence, text, sampler)
 
-    def _prefill_one(self) -> None:
-        """One chunk of the next prefilling request that is restored; they take turns."""
+    def _prefill(self) -> None:
+        """A chunk's worth of tokens of the prefilling requests that are restored; they take turns."""
+        left = self.opened.chunk_tokens
         for _ in range(len(self._prefilling)):
             live = self._prefilling[0]
             self._prefilling.rotate(-1)
@@ -392,22 +393,29 @@ class Engine:
                 if not live.started:
                     live.started, live.at = True, live.sequence.held
                     live.asked.emit(Started(live.at, live.prompt_tokens))
-                self._chunk(live)
+                stop = self._chunk_end(live)
+                if stop - live.at > left:
+                    self._prefilling.rotate(1)
+                    return
+                left -= stop - live.at
+                self._chunk(live, stop)
             except Exception as error:  # noqa: BLE001 - ends this request alone
                 if live in self._prefilling:
                     self._prefilling.remove(live)
                 self._end(live, error=error)
-            return
-        if not self._rows:
+        if left == self.opened.chunk_tokens and not self._rows:
             time.sleep(RESTORING_S)  # every one of them waits for the SSD
 
-    def _chunk(self, live: _Live) -> None:
-        """Compute one chunk of a prompt; after the last one its last token too, which gives the first of the reply."""
+    def _chunk_end(self, live: _Live) -> int:
+        """Where the next chunk of a prompt ends: its last token is left for the decode step that all rows share."""
+        chunk, last = self.opened.chunk_tokens, live.prompt_tokens - 1
+        return min((live.at // chunk + 1) * chunk, last, max(live.sequence.next_stop(live.at), live.at))
+
+    def _chunk(self, live: _Live, stop: int) -> None:
+        """Compute a prompt up to `stop`; after the last chunk it is decoded with the others."""
         sequence, prompt, last = live.sequence, live.request.prompt, live.prompt_tokens - 1
-        if live.at < last:
+        if live.at < stop:
             began = time.perf_counter()
-            chunk = self.opened.chunk_tokens
-            stop = min((live.at // chunk + 1) * chunk, last, sequence.next_stop(live.at))
             self.model.module(mx.array(prompt[live.at : stop])[None], cache=sequence.prompt_cache)
             mx.eval([cache.state for cache in sequence.prompt_cache])
             sequence.advance(stop - live.at)
@@ -417,33 +425,25 @@ class Engine:
                 mx.clear_cache()
             live.prefill_s += time.perf_counter() - began
             live.asked.emit(Prefilled(live.at, live.prompt_tokens))
-            if live.at < last:
-                return
+        if live.at == last:
             sequence.prefilled(last - sequence.held, live.prefill_s)
-        logits = self.model.module(mx.array(prompt[last:])[None], cache=sequence.prompt_cache)[:, -1, :]
-        sequence.advance(1)
-        live.at = live.prompt_tokens
-        first = sample_rows([live.sampler], logits, [None])
-        value = int(first.tokens.item())
-        sequence.first_token()
-        self._prefilling.remove(live)
-        if self._give(live, value, first.logprobs[0]):
-            self._end(live)
-        else:
-            self._join(live, first)
+            self._prefilling.remove(live)
+            self._join(live)
 
-    def _join(self, live: _Live, first: Sampled) -> None:
-        """Decode a sequence with the others from now on; its first token was handed out already."""
+    def _join(self, live: _Live) -> None:
+        """Decode a sequence with the others from now on, beginning with the last token of its prompt."""
         live.given = True
+        token = mx.array(live.request.prompt[-1:], mx.uint32)
         try:
             self._batch.join(live.sequence.prompt_cache)
         except Exception as error:  # what the others have may be half changed
             self._end_rows(error)
             raise
         live.sequence.prompt_cache = []
+        live.at = live.prompt_tokens
         self._rows.append(live)
-        before = self._sampled or Sampled(mx.zeros((0,), first.tokens.dtype), [])
-        self._sampled = Sampled(mx.concatenate([before.tokens, first.tokens]), [*before.logprobs, None])
+        before = self._sampled or Sampled(mx.zeros((0,), mx.uint32), [])
+        self._sampled = Sampled(mx.concatenate([before.tokens, token]), [*before.logprobs, None])
         self._tell_sources()
 
     def _tell_sources(self) -> None:
@@ -456,36 +456,58 @@ class Engine:
         return not on_cpu() if self._chosen_lookahead is None else self._chosen_lookahead
 
     def _decode(self) -> None:
-        """Hand out the token that each row has sampled, and queue the step that gives the next."""
-        sampled = self._sampled
-        assert sampled is not None
+        """One token for every row.
+
+        With nothing to prefill, a GPU is given the next step before the tokens of the last are read. Otherwise a step
+        is read at once, so that no token waits behind a chunk.
+        """
+        ahead: Sampled | None = None
+        looks_ahead = self._looks_ahead and not self._prefilling
         try:
-            ahead = self._step(sampled.tokens) if self._looks_ahead and any(map(self._goes_on, self._rows)) else None
-            values = sampled.tokens.tolist()
+            if looks_ahead and any(map(self._goes_on, self._rows)):
+                assert self._sampled is not None
+                ahead = self._step(self._sampled.tokens)
+            self._hand_out(ahead)
+            if ahead is None and self._rows:
+                assert self._sampled is not None
+                self._sampled = self._step(self._sampled.tokens, told=True)
+                for live in self._rows:
+                    live.given = False
+                if not looks_ahead:
+                    self._hand_out(None)
         except Exception as error:  # noqa: BLE001 - a step is one for all rows: it ends them, and nothing else
             self._end_rows(error)
-            return
+
+    def _hand_out(self, ahead: Sampled | None) -> None:
+        """Read the tokens that were sampled and give those that were not given yet; rows that end leave.
+
+        Args:
+            ahead: what was sampled after them already, which takes their place.
+        """
+        sampled = self._sampled
+        assert sampled is not None
         ended = set()
-        for row, (live, value, logprobs) in enumerate(zip(self._rows, values, sampled.logprobs, strict=True)):
-            if live.given:
-                live.given = False
-                continue
-            try:
-                if self._give(live, value, logprobs):
+        if not all(live.given for live in self._rows):
+            for row, (live, value) in enumerate(zip(self._rows, sampled.tokens.tolist(), strict=True)):
+                if not live.given and self._handed_out(live, value, sampled.logprobs[row]):
                     ended.add(row)
-                    self._end(live)
-                else:
-                    live.sequence.commit()
-            except Exception as error:  # noqa: BLE001 - ends this request alone
-                ended.add(row)
-                self._end(live, error=error)
+        for live in self._rows:
+            live.given = ahead is None
         self._sampled = ahead or sampled
         self._leave(ended)
-        if ahead is None and self._rows:
-            try:
-                self._sampled = self._step(self._sampled.tokens, told=True)
-            except Exception as error:  # noqa: BLE001 - as above
-                self._end_rows(error)
+
+    def _handed_out(self, live: _Live, token: int, logprobs: mx.array | None) -> bool:
+        """Give a row its token and publish what is full; True when that was its end."""
+        try:
+            if not live.output:
+                live.sequence.first_token()
+            if not self._give(live, token, logprobs):
+                live.sequence.commit()
+                return False
+            self._end(live)
+        except Exception as error:  # noqa: BLE001 - ends this request alone
+            self._end(live, error=error)
+        return True
 
     def _goes_on(self, live: _Live) -> bool:
         return len(live.output) + (not live.given) < live.request.max_tokens

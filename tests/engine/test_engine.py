@@ -53,6 +53,17 @@ def test_conversations_together_say_what_each_says_alone_and_without_a_cache(
         assert turns(engine, 5, 3, together=True) == expected, "all of it from the cache"
 
 
+@pytest.mark.parametrize("name", [*KINDS, "llama4"])
+def test_prompts_of_one_and_two_tokens_join_longer_ones(name: str, tmp_path: Path) -> None:
+    prompts = [some_tokens(tokens, seed=tokens, vocabulary=100) for tokens in (90, 1, 2, 64, 65)]
+    with running(lambda: tiny_model(name), tmp_path / "alone", hot=0, cold=0) as engine:
+        alone = [ask(engine, prompt, 9).tokens for prompt in prompts]
+    with running(lambda: tiny_model(name), tmp_path / "all") as engine:
+        requests = [Request(prompt=tuple(prompt), max_tokens=9) for prompt in prompts]
+        for _ in range(2):
+            assert [reply.tokens for reply in ask_all(engine, requests)] == alone
+
+
 def test_eight_conversations_of_four_turns_are_equal_alone_together_and_without_a_cache(tmp_path: Path) -> None:
     with running(tiny_model, tmp_path / "off", hot=0, cold=0, limits=Limits(sequences=8)) as engine:
         off = turns(engine, 8, 4, together=False)
