@@ -20,7 +20,7 @@ import typer.core
 import typer.main
 
 from mlxkv.core.errors import MlxkvError
-from mlxkv_cli.commands import budget, cache, chat, demo, doctor, models, serve, top
+from mlxkv_cli.commands import bench, budget, cache, chat, demo, doctor, mlx_lm_server, models, serve, top
 from mlxkv_cli.options import examples
 from mlxkv_cli.output import Output
 
@@ -94,6 +94,14 @@ app.command(
     )
 )(serve.serve)
 app.command(epilog=examples("mlxkv top", "mlxkv top --url http://127.0.0.1:9000 --once --json"))(top.top)
+app.command(epilog=examples("mlxkv bench smollm2-135m", "mlxkv bench smollm2-135m --url http://127.0.0.1:8080 --json"))(
+    bench.bench
+)
+app.command(
+    "mlx-lm-server",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog=examples("mlxkv mlx-lm-server --model mlx-community/Qwen2.5-0.5B-Instruct-4bit --port 8081"),
+)(mlx_lm_server.mlx_lm_server)
 app.add_typer(cache.app, name="cache")
 app.command(epilog=examples("mlxkv doctor", "mlxkv doctor --json"))(doctor.doctor)
 
