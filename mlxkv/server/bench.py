@@ -31,38 +31,11 @@ SHARED_SHARE = 0.75
 START_S, STOP_S, ANSWER_S = 600.0, 60.0, 600.0
 WORDS_PER_TOKEN = 0.95
 _LISTENING = re.compile(r"listening on (http://\S+)")
-_WORDS = [
-    "river",
-    "lamp",
-    "stone",
-    "winter",
-    "garden",
-    "letter",
-    "copper",
-    "bridge",
-    "silent",
-    "market",
-    "yellow",
-    "engine",
-    "harbor",
-    "paper",
-    "mountain",
-    "clock",
-    "window",
-    "forest",
-    "orange",
-    "station",
-    "mirror",
-    "basket",
-    "thunder",
-    "village",
-    "pencil",
-    "island",
-    "butter",
-    "castle",
-    "feather",
-    "ladder",
-]
+_WORDS = (
+    "river", "lamp", "stone", "winter", "garden", "letter", "copper", "bridge", "silent", "market", "yellow", "engine",
+    "harbor", "paper", "mountain", "clock", "window", "forest", "orange", "station", "mirror", "basket", "thunder",
+    "village", "pencil", "island", "butter", "castle", "feather", "ladder",
+)  # fmt: skip
 
 Progress = Callable[[str], None]
 
