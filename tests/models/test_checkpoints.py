@@ -35,7 +35,9 @@ def model(name: str) -> nn.Module:
     return build_tiny(ALL_TINY[name]()) if name in ALL_TINY else build(CONFIGS[name])
 
 
-def open_cache(name: str, directory: Path, *, hot: str = "64MiB", cold: str = "1GiB", **more: Any) -> BlockCache:
+def open_cache(
+    name: str, directory: Path, *, hot: str | int = "64MiB", cold: str | int = "1GiB", **more: Any
+) -> BlockCache:
     return BlockCache.open(model(name), cache_dir=directory, hot=hot, cold=cold, **more)
 
 
@@ -148,6 +150,19 @@ def test_each_of_ten_turns_computes_what_is_new_and_at_most_a_block(name: str, r
             cache.close()
             cache = open_cache(name, tmp_path)
     cache.close()
+
+
+def test_a_conversation_goes_on_in_a_hot_tier_with_room_for_one_checkpoint(tmp_path: Path) -> None:
+    with open_cache("qwen3_next", tmp_path) as cache:
+        room = cache.layout.checkpoint_bytes + 9 * cache.layout.block_bytes
+    told: list[int] = []
+    with open_cache("qwen3_next", tmp_path, hot=room, cold=0) as cache:
+        for turn in range(6):
+            prompt = told + some_tokens(60, seed=turn)
+            reply, event = request("qwen3_next", cache, prompt, reply=30)
+            assert held(event) >= (len(told) - 1) // 64 * 64
+            told = prompt + reply
+            cache.check_integrity()
 
 
 def test_another_conversation_resumes_at_the_end_of_the_system_prompt(tmp_path: Path) -> None:
