@@ -54,6 +54,7 @@ def test_every_command_has_an_example_in_its_help(capsys):
         shown = capsys.readouterr().out
         assert "Example" in shown, name
         assert f"mlxkv {name}" in shown.split("Example")[1], name
+        assert shown.count("<bool>") == 1, f"{name}: an option that takes no value shows one (--help is Typer's own)"
 
 
 def test_the_tree_lists_what_is_inside_a_group_and_runs_it(capsys):

@@ -138,8 +138,12 @@ def ls(
 
 @app.command(epilog=examples("mlxkv cache show 3fa9c2", "mlxkv cache show 3fa9c2 --text --model smollm2-135m"))
 def show(
-    block: Annotated[str, typer.Argument(help="The first digits of a block's name, as `mlxkv cache ls` shows it.")],
-    text: Annotated[bool, typer.Option("--text", help="Decode its tokens; needs the model's tokenizer.")] = False,
+    block: Annotated[
+        str, typer.Argument(metavar="BLOCK", help="The first digits of a block's name, as `mlxkv cache ls` shows it.")
+    ],
+    text: Annotated[
+        bool, typer.Option("--text", metavar="", help="Decode its tokens; needs the model's tokenizer.")
+    ] = False,
     model: Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Where the tokenizer is.")] = None,
     cache_dir: CacheDir = None,
     as_json: Json = False,
@@ -175,7 +179,9 @@ def show(
 
 @app.command(epilog=examples("mlxkv cache verify", "mlxkv cache verify --fix"))
 def verify(
-    fix: Annotated[bool, typer.Option("--fix", help="Repair the index and set damaged files aside.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", metavar="", help="Repair the index and set damaged files aside.")
+    ] = False,
     cache_dir: CacheDir = None,
     log: Log = None,
     as_json: Json = False,
