@@ -653,7 +653,8 @@ def absent_mount_point(directory: Path) -> Path | None:
         depth = len(parents)
         if directory.parts[:depth] == parents and len(directory.parts) > depth:
             mount = Path(*directory.parts[: depth + 1])
-            if not mount.exists():
+            itself = parents[-1] == "mnt" and os.path.ismount(mount.parent)  # /mnt is the disk, and not where disks are
+            if not itself and not mount.exists():
                 return mount
     return None
 

@@ -44,7 +44,7 @@ from mlxkv.cache import cold as cold_module
 from mlxkv.cache import mover as mover_module
 from mlxkv.cache import store as store_module
 from mlxkv.cache.codec import inspect
-from mlxkv.cache.cold import QUARANTINE, ColdTier
+from mlxkv.cache.cold import QUARANTINE, ColdTier, absent_mount_point
 from mlxkv.cache.index import FILE_NAME, Index
 from mlxkv.cache.layout import Layout
 from mlxkv.cache.store import BlockStore
@@ -347,6 +347,15 @@ def test_a_disk_that_is_not_mounted_is_never_made_up(absent: Path, caplog: pytes
     assert not absent.exists()
     assert len(warnings(caplog)) == 1
     assert "not mounted" in warnings(caplog)[0]
+
+
+@pytest.mark.parametrize("disk", [Path("/mnt"), Path("/")])
+def test_a_directory_to_be_made_on_a_disk_mounted_at_mnt_itself_is_not_absent(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == disk)
+    wanted = Path("/mnt/mlxkv-test-absent/cache")
+    assert absent_mount_point(wanted) == (None if disk == Path("/mnt") else wanted.parent)
 
 
 def test_a_root_that_others_may_write_is_refused_with_what_to_do(tmp_path: Path) -> None:
