@@ -411,24 +411,32 @@ class ColdTier:
 
     def _sound_index(self) -> Index | None:
         """The index that is there; None when there is none or it is damaged, which is announced."""
-        if not (self.directory / FILE_NAME).exists():
-            return None
-        try:
-            index = Index(self.directory)
-            if index.is_sound():
-                return index
-            index.close()
-        except sqlite3.DatabaseError as error:
-            if not is_damage(error):
-                raise
+        files = self._index_files()
+        if not any(path.is_dir() for path in files):
+            if not files[0].exists():
+                return None
+            try:
+                index = Index(self.directory)
+                if index.is_sound():
+                    return index
+                index.close()
+            except sqlite3.DatabaseError as error:
+                if not is_damage(error):
+                    raise
         logger.warning("cold tier: the index is damaged; the block files say what is held")
         return None
 
     def _new_index(self) -> Index:
-        for suffix in ("", "-wal", "-shm"):
+        for path in self._index_files():
             with suppress(FileNotFoundError):
-                os.unlink(self.directory / (FILE_NAME + suffix))
+                if path.is_dir() and not path.is_symlink():  # nobody knows what is in it: it makes way, and stays
+                    os.rename(path, f"{path}.{uuid.uuid4().hex[:8]}.aside")
+                else:
+                    os.unlink(path)
         return Index(self.directory)
+
+    def _index_files(self) -> list[Path]:
+        return [self.directory / (FILE_NAME + suffix) for suffix in ("", "-wal", "-shm")]
 
     def _set_aside(self, path: Path, reason: str) -> None:
         self.counters.damaged_blocks += 1

@@ -523,6 +523,10 @@ def delete(index: Path) -> None:
         path.unlink()
 
 
+def letters(directory: Path) -> list[str]:
+    return [path.read_text() for path in directory.rglob("letter.txt")]
+
+
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "deleted": delete,
     "deleted without its log": lambda index: index.unlink(),
@@ -533,7 +537,14 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "damaged pages": lambda index: overwrite(index, 4096, b"\xa5" * 16384),
     "zeroed": lambda index: overwrite(index, 0, bytes(index.stat().st_size)),
     "another schema": lambda index: (delete(index), make_other_database(index)),
+    "a directory in its place": lambda index: (delete(index), make_directory(index)),
+    "a directory in its log's place": lambda index: (delete(index), make_directory(Path(f"{index}-wal"))),
 }
+
+
+def make_directory(path: Path) -> None:
+    path.mkdir()
+    (path / "letter.txt").write_text("not a block")
 
 
 def make_other_database(index: Path) -> None:
@@ -553,6 +564,7 @@ def test_an_index_damaged_between_runs_is_made_again_from_the_files(
         assert ask(cache) == 192
         cache.check_integrity()
     assert len(warnings(caplog)) == (not damage.startswith(("deleted", "emptied")))
+    assert letters(tmp_path) == ["not a block"] * damage.startswith("a directory")
     is_whole(tmp_path / "blocks")
 
 
