@@ -347,7 +347,7 @@ class ColdTier:
         return self.counters.evicted_blocks - before, freed
 
     def delete(self, rows: Sequence[Row], *, reason: str) -> tuple[int, int]:
-        """Delete these blocks, deepest first, and nothing that is not a block; returns blocks and bytes deleted."""
+        """Delete these blocks, deepest first, and the folders that held nothing else; returns blocks and their bytes."""
         index = self._online()
         blocks = freed = 0
         for row in sorted(rows, key=lambda row: -row.index):
@@ -356,6 +356,7 @@ class ColdTier:
                     self._evict(index, held, reason)
                     blocks += 1
                     freed += held.nbytes
+        self._drop_empty_folders()
         return blocks, freed
 
     def adopt(self) -> None:
@@ -366,6 +367,9 @@ class ColdTier:
         """Delete what is in quarantine, and the folders and descriptions of roots that hold no block."""
         while self._drop_quarantined():
             pass
+        self._drop_empty_folders()
+
+    def _drop_empty_folders(self) -> None:
         for root in _directories(self.directory, 64):
             for fan in _directories(root, 2):
                 with suppress(OSError):

@@ -375,6 +375,17 @@ def test_clear_of_one_model_leaves_the_other(ask, blocks):
     assert ask("clear", blocks, "--model", "gamma", "--yes")[1]["blocks"] == 0
 
 
+def test_no_empty_folder_stays_behind_a_deleted_block(ask, blocks):
+    _, sizes = ask("info", blocks)
+    folders = [path for path in blocks.rglob("*") if path.is_dir()]
+    for act in (("prune", blocks, "--keep", f"{sizes['used_bytes'] - 1}B"), ("clear", blocks, "--model", "alpha")):
+        assert ask(*act, "--yes")[1]["blocks"] > 0
+        left = [path for path in blocks.rglob("*") if path.is_dir()]
+        assert 0 < len(left) < len(folders)
+        assert all(any(path.iterdir()) for path in left)
+        folders = left
+
+
 def test_after_clear_the_cache_works_as_before(ask, blocks):
     assert ask("clear", blocks, "--yes")[1]["blocks"] == 8
     with open_cache(blocks, "alpha") as cache:
