@@ -347,7 +347,7 @@ class ColdTier:
         return self.counters.evicted_blocks - before, freed
 
     def delete(self, rows: Sequence[Row], *, reason: str) -> tuple[int, int]:
-        """Delete these blocks, deepest first, and the folders that held nothing else; returns blocks and their bytes."""
+        """Delete these blocks, deepest first, and folders that are empty then; returns blocks and their bytes."""
         index = self._online()
         blocks = freed = 0
         for row in sorted(rows, key=lambda row: -row.index):
