@@ -123,6 +123,26 @@ def test_ctrl_c_is_exit_code_130_and_silent(command, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_ctrl_c_is_silent_before_the_commands_are_imported():
+    code = """
+import sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+from mlxkv_cli.__main__ import main
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "mlxkv_cli", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("mlxkv ")
+
+
 def test_a_negative_answer_is_exit_code_1(command):
     @command
     def probe() -> None:
