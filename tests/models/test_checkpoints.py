@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from functools import cache as remember
@@ -275,7 +276,7 @@ def payload_start(path: Path) -> int:
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
 
 
-@pytest.mark.parametrize("harm", ["cut", "flipped", "gone"])
+@pytest.mark.parametrize("harm", ["cut", "flipped", "gone", "another prompt's", "an earlier one"])
 def test_a_damaged_checkpoint_is_a_miss_and_a_shallower_one_is_used(harm: str, tmp_path: Path) -> None:
     prompt = some_tokens(300, seed=3)
     with open_cache("qwen3_next", tmp_path) as cache:
@@ -286,8 +287,15 @@ def test_a_damaged_checkpoint_is_a_miss_and_a_shallower_one_is_used(harm: str, t
         taken[4].write_bytes(taken[4].read_bytes()[:-1])
     elif harm == "flipped":
         flip(taken[4], -1)
-    else:
+    elif harm == "gone":
         taken[4].unlink()
+    elif harm == "an earlier one":
+        shutil.copy(taken[2], taken[4])
+    else:
+        with open_cache("qwen3_next", tmp_path / "other") as other:
+            request("qwen3_next", other, some_tokens(300, seed=30))
+        shutil.copy(files_by_place(tmp_path / "other")[1][4], taken[4])
+        shutil.rmtree(tmp_path / "other")
     expected = run_plain(model("qwen3_next"), prompt, 3)
     with open_cache("qwen3_next", tmp_path) as cache:
         sequence = cache.start(prompt)

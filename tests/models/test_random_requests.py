@@ -23,7 +23,7 @@ from driving import some_tokens
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from kinds import CONFIGS, Answer, Run, build, check_answer, run_plain
-from tiny import tiny_gemma3, tiny_lfm2, tiny_qwen3_next
+from tiny import tiny_gpt_oss, tiny_lfm2, tiny_qwen3_next
 
 from mlxkv.cache.store import BlockStore
 from mlxkv.core.config import CacheConfig, ColdMode
@@ -36,7 +36,8 @@ MODELS = {
     "state": tiny_qwen3_next(),
     "small state": tiny_lfm2(),
     "state and a window of 65": CONFIGS["recurrent_gemma"] | {"attention_window_size": 65},
-    "window of 100, every third layer full": tiny_gemma3() | {"sliding_window": 100, "sliding_window_pattern": 3},
+    "windows of 100 around a full layer": tiny_gpt_oss()
+    | {"sliding_window": 100, "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]},
 }
 TO_THE_BIT = ("state", "small state")
 """Without a window nothing depends on where steps are cut; a wrapped ring adds its keys up in another order."""
