@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from functools import cache as remember
@@ -35,7 +36,9 @@ def model(name: str) -> nn.Module:
     return build_tiny(ALL_TINY[name]()) if name in ALL_TINY else build(CONFIGS[name])
 
 
-def open_cache(name: str, directory: Path, *, hot: str = "64MiB", cold: str = "1GiB", **more: Any) -> BlockCache:
+def open_cache(
+    name: str, directory: Path, *, hot: str | int = "64MiB", cold: str | int = "1GiB", **more: Any
+) -> BlockCache:
     return BlockCache.open(model(name), cache_dir=directory, hot=hot, cold=cold, **more)
 
 
@@ -150,6 +153,19 @@ def test_each_of_ten_turns_computes_what_is_new_and_at_most_a_block(name: str, r
     cache.close()
 
 
+def test_a_conversation_goes_on_in_a_hot_tier_with_room_for_one_checkpoint(tmp_path: Path) -> None:
+    with open_cache("qwen3_next", tmp_path) as cache:
+        room = cache.layout.checkpoint_bytes + 9 * cache.layout.block_bytes
+    told: list[int] = []
+    with open_cache("qwen3_next", tmp_path, hot=room, cold=0) as cache:
+        for turn in range(6):
+            prompt = told + some_tokens(60, seed=turn)
+            reply, event = request("qwen3_next", cache, prompt, reply=30)
+            assert held(event) >= (len(told) - 1) // 64 * 64
+            told = prompt + reply
+            cache.check_integrity()
+
+
 def test_another_conversation_resumes_at_the_end_of_the_system_prompt(tmp_path: Path) -> None:
     system = some_tokens(150, seed=150)
     for marks, resumed in (((), 0), ((150,), 128)):
@@ -260,7 +276,7 @@ def payload_start(path: Path) -> int:
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
 
 
-@pytest.mark.parametrize("harm", ["cut", "flipped", "gone"])
+@pytest.mark.parametrize("harm", ["cut", "flipped", "gone", "another prompt's", "an earlier one"])
 def test_a_damaged_checkpoint_is_a_miss_and_a_shallower_one_is_used(harm: str, tmp_path: Path) -> None:
     prompt = some_tokens(300, seed=3)
     with open_cache("qwen3_next", tmp_path) as cache:
@@ -271,8 +287,15 @@ def test_a_damaged_checkpoint_is_a_miss_and_a_shallower_one_is_used(harm: str, t
         taken[4].write_bytes(taken[4].read_bytes()[:-1])
     elif harm == "flipped":
         flip(taken[4], -1)
-    else:
+    elif harm == "gone":
         taken[4].unlink()
+    elif harm == "an earlier one":
+        shutil.copy(taken[2], taken[4])
+    else:
+        with open_cache("qwen3_next", tmp_path / "other") as other:
+            request("qwen3_next", other, some_tokens(300, seed=30))
+        shutil.copy(files_by_place(tmp_path / "other")[1][4], taken[4])
+        shutil.rmtree(tmp_path / "other")
     expected = run_plain(model("qwen3_next"), prompt, 3)
     with open_cache("qwen3_next", tmp_path) as cache:
         sequence = cache.start(prompt)

@@ -126,20 +126,26 @@ def ls(
             "cold",
             f"{item.row.hits:,}",
             _age(item.row.created),
-            _age(item.row.used),
+            _age(item.used),
         )
         for item in shown
     ]
     right = [Column(title, justify="right") for title in ("KiB", "tier", "hits", "age", "used")]
-    output.table(["block", "model", "tokens", *right], rows, blocks=[_fields(item.row, item.model) for item in shown])
+    output.table(
+        ["block", "model", "tokens", *right], rows, blocks=[_fields(item.row, item.model, item.used) for item in shown]
+    )
     if len(shown) < len(chosen):
         output.say(f"{len(chosen) - len(shown):,} more; --limit 0 shows all.", "dim")
 
 
 @app.command(epilog=examples("mlxkv cache show 3fa9c2", "mlxkv cache show 3fa9c2 --text --model smollm2-135m"))
 def show(
-    block: Annotated[str, typer.Argument(help="The first digits of a block's name, as `mlxkv cache ls` shows it.")],
-    text: Annotated[bool, typer.Option("--text", help="Decode its tokens; needs the model's tokenizer.")] = False,
+    block: Annotated[
+        str, typer.Argument(metavar="BLOCK", help="The first digits of a block's name, as `mlxkv cache ls` shows it.")
+    ],
+    text: Annotated[
+        bool, typer.Option("--text", metavar="", help="Decode its tokens; needs the model's tokenizer.")
+    ] = False,
     model: Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Where the tokenizer is.")] = None,
     cache_dir: CacheDir = None,
     as_json: Json = False,
@@ -154,8 +160,9 @@ def show(
         assert tier is not None
         name, path = maintenance.model_of(tier, row.root), tier.path(row)
         following = [child.name.hex() for child in tier.children(row.name)]
+        used = maintenance.last_used(tier, row)
     tokens = unpack(row.tokens)
-    fields: dict[str, Any] = {**_fields(row, name), "file": path, "children": following, "token_ids": tokens}
+    fields: dict[str, Any] = {**_fields(row, name, used), "file": path, "children": following, "token_ids": tokens}
     lines = [
         f"block     {row.name.hex()}",
         f"model     {name}, root {row.root.hex()[:12]}",
@@ -163,7 +170,7 @@ def show(
         f"continues {'nothing: it is the first' if row.index == 0 else row.parent.hex()[:12]}",
         f"followed  by {', '.join(n[:12] for n in following) or 'nothing'}",
         f"file      {path} ({format_bytes(row.nbytes)})",
-        f"used      {row.hits:,} times, last {_age(row.used)} ago, made {_age(row.created)} ago",
+        f"used      {row.hits:,} times, last {_age(used)} ago, made {_age(row.created)} ago",
     ]
     if text:
         from mlxkv.models.loader import tokenizer_of
@@ -175,7 +182,9 @@ def show(
 
 @app.command(epilog=examples("mlxkv cache verify", "mlxkv cache verify --fix"))
 def verify(
-    fix: Annotated[bool, typer.Option("--fix", help="Repair the index and set damaged files aside.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", metavar="", help="Repair the index and set damaged files aside.")
+    ] = False,
     cache_dir: CacheDir = None,
     log: Log = None,
     as_json: Json = False,
@@ -321,7 +330,7 @@ def _place(row: Row) -> str:
     return f"{row.index * 64:,}-{row.index * 64 + 63:,}"
 
 
-def _fields(row: Row, model: str) -> dict[str, Any]:
+def _fields(row: Row, model: str, used: float) -> dict[str, Any]:
     return {
         "block": row.name.hex(),
         "parent": row.parent.hex(),
@@ -334,7 +343,7 @@ def _fields(row: Row, model: str) -> dict[str, Any]:
         "tier": "cold",
         "hits": row.hits,
         "created": datetime.fromtimestamp(row.created, UTC).isoformat(timespec="seconds"),
-        "used": datetime.fromtimestamp(row.used, UTC).isoformat(timespec="seconds"),
+        "used": datetime.fromtimestamp(used, UTC).isoformat(timespec="seconds"),
     }
 
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def chat(
-    model: Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or smollm2-135m.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A directory, a .gguf file, a hub id, or smollm2-135m.")
+    ],
     prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Ask this one thing and stop.")] = None,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")] = None,
     adapter: Annotated[str | None, typer.Option("--adapter", metavar="DIR", help="A LoRA adapter of mlx-lm.")] = None,
@@ -33,7 +35,7 @@ def chat(
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Makes sampling repeatable.")] = None,
     kv_bits: KvBits = None,
     paranoid: Annotated[
-        bool, typer.Option("--paranoid", help="Read the weights again to tell whether they changed.")
+        bool, typer.Option("--paranoid", metavar="", help="Read the weights again to tell whether they changed.")
     ] = False,
     cache_dir: CacheDir = None,
     hot: Hot = None,
