@@ -62,6 +62,9 @@ Log = Annotated[
     Path | None,
     typer.Option("--log", metavar="FILE", envvar="MLXKV_LOG", parser=_path, help="Add the block log to this file."),
 ]
+LogText = Annotated[
+    bool, typer.Option("--log-text", help="Put the prompts' text into the block log too; without it, none is.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before deleting.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done and do nothing.")]
