@@ -20,7 +20,7 @@ import typer.core
 import typer.main
 
 from mlxkv.core.errors import MlxkvError
-from mlxkv_cli.commands import budget, cache, chat, demo, doctor, models
+from mlxkv_cli.commands import budget, cache, chat, demo, doctor, lint, log, models, why
 from mlxkv_cli.options import examples
 from mlxkv_cli.output import Output
 
@@ -89,6 +89,15 @@ app.command(
     )
 )(chat.chat)
 app.add_typer(cache.app, name="cache")
+app.add_typer(log.app, name="log")
+app.command(
+    epilog=examples("mlxkv why blocks.jsonl 6b1f0c52a9d4", "mlxkv why --url http://127.0.0.1:8000 6b1f0c52a9d4")
+)(why.why)
+app.command(
+    epilog=examples(
+        "mlxkv lint chats.jsonl --model smollm2-135m", "mlxkv lint chats.jsonl --model ./my-model --min 0.8"
+    )
+)(lint.lint)
 app.command(epilog=examples("mlxkv doctor", "mlxkv doctor --json"))(doctor.doctor)
 
 

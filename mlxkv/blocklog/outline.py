@@ -12,21 +12,24 @@ with it two requests can be compared part by part.
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
 from mlxkv.cache.names import BLOCK_TOKEN_BYTES, BLOCK_TOKENS, TOKEN_BYTES, pack
+from mlxkv.core.platform import default_cache_dir
 from mlxkv.models.pieces import SPECIAL, token_pieces
 
 MASKED_CHARACTERS = 65_536  # of one request; a longer one has messages that are compared whole only
 BLOCK_DIGITS = 8
-_DIGEST_BYTES, _BLOCK_BYTES = 6, BLOCK_DIGITS // 2
+_KEY_BYTES, _DIGEST_BYTES, _BLOCK_BYTES = 16, 6, BLOCK_DIGITS // 2
 _THINKING = (b"<think>", b"</think>", b"[THINK]", b"<|channel|>\xffanalysis")
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _CUT = 48  # bytes of a message that are looked for when all of it is not found
@@ -155,7 +158,7 @@ class Outliner:
             tokenizer: mlx-lm's wrapper.
             key: up to 64 bytes; outlines made with the same key can be compared. A new one when absent.
         """
-        self._key = secrets.token_bytes(16) if key is None else key
+        self._key = secrets.token_bytes(_KEY_BYTES) if key is None else key
         self.pieces = token_pieces(tokenizer)
         self._lengths = [len(piece) for piece in self.pieces]
         self._bos: int | None = tokenizer.bos_token_id
@@ -270,6 +273,23 @@ class Outliner:
 
     def _digest(self, data: bytes) -> str:
         return blake2b(data, digest_size=_DIGEST_BYTES, key=self._key).hexdigest()
+
+
+def load_key() -> bytes:
+    """The secret of this user's outlines, made once and kept beside the cache, so that they compare across restarts.
+
+    Where it cannot be kept it is a new one each time.
+    """
+    path = default_cache_dir().parent / "outline.key"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(secrets.token_bytes(_KEY_BYTES))
+        key = path.read_bytes()
+    except OSError:
+        key = b""
+    return key if len(key) == _KEY_BYTES else secrets.token_bytes(_KEY_BYTES)
 
 
 def common_blocks(a: Outline, b: Outline) -> int:

@@ -231,6 +231,8 @@ def _cause(record: Record, near: Record | None, token: int, latest: int, gone: S
         return "uncached", reason
     if gone and reason == "never seen":  # held once, and forgotten so long ago that the cache does not know
         return "evicted", _last_gone(gone)
+    if near is None and reason == "never seen":
+        return "new text", "no earlier request is known that begins so"
     if mine is None or other is None or mine.key != other.key:
         return "unknown", f"the cache says: {reason}"
     return compare(mine, other, token, latest)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
-from mlxkv.blocklog.outline import Outliner
+from mlxkv.blocklog.outline import Outliner, load_key
 from mlxkv.cache.block_log import RequestEvent
 from mlxkv.core.errors import MlxkvError, UsageError
 from mlxkv.engine.generate import Progress, generate
@@ -49,7 +49,7 @@ class Chat:
         self._model = model
         self._cache = cache
         self._log_text = log_text
-        self._outliner = Outliner(model.tokenizer) if cache.store.config.log is not None else None
+        self._outliner = Outliner(model.tokenizer, key=load_key()) if cache.store.config.log is not None else None
 
     def reply(self, text: str, sampling: Sampling, *, on_progress: Progress | None = None) -> Iterator[str]:
         """Yield the reply to `text` in pieces that are whole characters.

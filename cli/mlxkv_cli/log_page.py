@@ -1,0 +1,261 @@
+"""The pages of `mlxkv log` and `mlxkv why`: figures laid out for a terminal of 60 columns or more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
+
+from mlxkv.blocklog.events import Event
+from mlxkv.blocklog.readers import LogReader
+from mlxkv.blocklog.summary import Summary
+from mlxkv.blocklog.verdict import Trouble
+from mlxkv.blocklog.why import Divergence
+from mlxkv.core.units import KIB, format_bytes, format_seconds
+
+_BARS = "▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 30
+_BAR_WIDTH = 24
+
+
+def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
+    """Values as bars of eight heights, at most `width` of them; neighbours are averaged.
+
+    >>> sparkline([0, 1, 2, 4])
+    '▁▃▄█'
+    """
+    if not values:
+        return ""
+    size = -(-len(values) // width)
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    top = max(means) or 1
+    return "".join(_BARS[min(int(mean / top * len(_BARS)), len(_BARS) - 1)] for mean in means)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "n/a"
+
+
+def _table(*columns: str | Column) -> Table:
+    return Table(*columns, box=None, pad_edge=False, header_style="bold")
+
+
+def _right(title: str) -> Column:
+    return Column(title, justify="right")
+
+
+def summary_page(
+    found: Summary, reader: LogReader, trouble: Sequence[Trouble], said: Sequence[str], exact: Mapping[str, int]
+) -> RenderableType:
+    """Everything `mlxkv log summary` shows.
+
+    Args:
+        exact: bytes of a 64-token block of the models that are known, in 2-byte numbers.
+    """
+    parts: list[RenderableType] = [_head(found, reader), ""]
+    if found.requests:
+        parts += [_tokens(found), _kinds_of_tokens(found), ""]
+        if found.bins.prompt:
+            step = format_seconds(found.bins.step_s)
+            parts += [f"tokens reused over time  {sparkline(found.bins.hits())}  ({step} a step)", ""]
+        parts += [table for table in (_reasons(found), _causes(found), _ttft(found)) if table is not None]
+    parts += [*_blocks(found, exact), *_tiers(found)]
+    if trouble:
+        parts += ["", Text("trouble", "bold")]
+        parts += [_listed(f"{each.name}: {each.seen}. {each.advice}") for each in trouble]
+    parts += ["", Text("verdict", "bold"), *(_listed(sentence) for sentence in said)]
+    return Group(*parts)
+
+
+def _listed(text: str) -> Padding:
+    return Padding(Text(text), (0, 0, 0, 2))
+
+
+def _head(found: Summary, reader: LogReader) -> Text:
+    models = ", ".join(name for name, _ in found.models.most_common(3))
+    when = f"{_short(found.first_time)} to {_short(found.last_time)}" if found.first_time else ""
+    said = [", ".join(sorted(found.sources)) or "nothing known", models, when]
+    lines = [f"{reader.lines:,} lines"]
+    for count, what in (
+        (reader.unknown_lines, "unknown"), (reader.continued_lines, "continued"), (reader.torn_lines, "torn"),
+        (reader.read.cut_lines, "without an end"),
+    ):  # fmt: skip
+        if count:
+            lines.append(f"{count:,} {what}")
+    if reader.read.duplicates:
+        lines.append(f"{len(reader.read.duplicates)} files given twice")
+    return Text("; ".join(part for part in said if part) + "\n" + ", ".join(lines))
+
+
+def _short(time: str | None) -> str:
+    return (time or "?")[:19].replace("T", " ")
+
+
+def _tokens(found: Summary) -> Table:
+    known = found.hit_tokens + found.computed_tokens
+    table = _table("prompt tokens", _right(""), _right(""), "")
+    rows = [
+        ("hot (memory)", found.hot_tokens), ("cold (SSD)", found.cold_tokens),
+        ("reused, tier not logged", found.untiered_tokens), ("computed", found.computed_tokens),
+        ("reuse not logged", found.unknown_tokens),
+    ]  # fmt: skip
+    for name, count in rows:
+        if count or name in ("hot (memory)", "computed"):
+            share = _share(count, known) if name != rows[-1][0] else ""
+            bar = "█" * round(_BAR_WIDTH * count / known) if known and share else ""
+            table.add_row(f"  {name}", f"{count:,}", share, bar)
+    table.add_row("  all", f"{found.prompt_tokens:,}", "", "")
+    return table
+
+
+def _kinds_of_tokens(found: Summary) -> Text:
+    said = [
+        f"{found.requests:,} requests", f"{found.looked_up_tokens:,} tokens looked up",
+        f"{found.hit_tokens:,} not computed",
+    ]  # fmt: skip
+    if found.tail_tokens:
+        said.append(f"{found.tail_tokens:,} of them from tails")
+    for count, what in (
+        (found.unfinished_requests, "unfinished"), (found.short_requests, "shorter than a block"),
+        (found.unknown_requests, "without a word on reuse"),
+    ):  # fmt: skip
+        if count:
+            said.append(f"{count:,} requests {what}")
+    return Text(", ".join(said))
+
+
+def _reasons(found: Summary) -> Group | None:
+    lost = [(reason, each) for reason, each in found.lost() if reason != "all reused"]
+    if not lost:
+        return None
+    table = _table("stopped matching because", _right("requests"), _right("tokens lost"))
+    for reason, each in lost[:10]:
+        table.add_row(f"  {reason}", f"{each.requests:,}", f"{each.tokens:,}")
+    return Group(table, "")
+
+
+def _causes(found: Summary) -> Group | None:
+    if not found.causes:
+        return None
+    table = _table("likely cause", _right("requests"), _right("tokens lost"))
+    for cause, each in found.ranked_causes()[:10]:
+        table.add_row(f"  {cause}", f"{each.requests:,}", f"{each.tokens:,}")
+    return Group(table, "")
+
+
+def _ttft(found: Summary) -> Group | None:
+    if not found.ttft:
+        return None
+    table = _table("first token", _right("requests"), _right("median"), _right("95 %"))
+    for name in ("reused", "partly reused", "computed"):
+        if name in found.ttft:
+            sample = found.ttft[name]
+            table.add_row(f"  {name}", f"{sample.count:,}", *(format_seconds(sample.at(q) or 0) for q in (0.5, 0.95)))
+    return Group(table, "")
+
+
+def _blocks(found: Summary, exact: Mapping[str, int]) -> Iterator[RenderableType]:
+    parts = [f"committed {found.committed_blocks:,}"]
+    parts += [f"{count:,} {what}" for count, what in (
+        (found.committed_tails, "tails"), (found.committed_checkpoints, "checkpoints"), (found.restores, "restores"),
+        (found.quarantined_blocks, "quarantined"),
+    ) if count]  # fmt: skip
+    parts += [f"evicted {count:,} {tier}" for tier, count in sorted(found.evicted_blocks.items())]
+    yield Text("blocks   " + ", ".join(parts))
+    if found.written_blocks:
+        times = found.write_amplification
+        yield Text(
+            f"written  {found.written_blocks:,} blocks, {format_bytes(found.written_bytes)};"
+            f" each byte {times:.2f} times" if times is not None else f"written  {found.written_blocks:,} blocks"
+        )  # fmt: skip
+    for model, sizes in found.block_bytes.items():
+        size, count = sizes.most_common(1)[0]
+        said = f"size     {size / KIB:,.2f} KB a block of 64 tokens, {model} ({count:,} blocks)"
+        if model in exact:
+            same = size == exact[model]
+            said += (
+                "; exact"
+                if same
+                else f"; {exact[model] / KIB:,.2f} KB in 2-byte numbers, {size / exact[model]:.2f} times"
+            )
+        yield Text(said)
+    for each in found.geometry:
+        kv = each.layers if each.kv_layers is None else each.kv_layers
+        right = each.block64_bytes == each.exact_bytes
+        yield Text(
+            f"size     the log says {each.block64_bytes / KIB:,.2f} KB per 64-token block;"
+            f" {kv} layers with KV, {each.kv_heads} heads x {each.head_dim}:"
+            f" {'exact' if right else f'{each.exact_bytes / KIB:,.2f} KB'}"
+        )
+    if found.block_tokens is not None and found.block_tokens != 64:
+        yield Text(f"size     the server's own blocks have {found.block_tokens:,} tokens")
+    if found.unstored_tokens:
+        yield Text(f"tails    {found.unstored_tokens:,} tokens were not stored: they fill no block")
+    if found.scans:
+        yield Text("scan     " + ", ".join(f"{name} {count:,}" for name, count in found.scans.items()))
+
+
+def _tiers(found: Summary) -> Iterator[RenderableType]:
+    for name, tier in sorted(found.tiers.items(), reverse=True):
+        budget = "budget not logged" if tier.budget_bytes is None else f"of {format_bytes(tier.budget_bytes)}"
+        fill = f" ({_share(tier.peak_bytes, tier.budget_bytes)})" if tier.budget_bytes else ""
+        yield Text(f"{name:<9}{'off' if tier.off else f'at most {format_bytes(tier.peak_bytes)} {budget}{fill}'}")
+
+
+def requests_table(events: Sequence[Event]) -> Table:
+    """One request a row."""
+    titles = ("prompt", "hot", "cold", "computed", "first")
+    table = _table("time", "request", *(_right(title) for title in titles), "stopped matching")
+    for event in events:
+        hot = event.hot_tokens if event.hot_tokens is not None else event.reused_tokens
+        numbers = (event.prompt_tokens, hot, event.cold_tokens, event.computed_tokens)
+        table.add_row(
+            (event.time or "")[11:19], event.request or "", *map(_number, numbers),
+            "" if event.ttft_s is None else format_seconds(event.ttft_s), _stopped(event),
+        )  # fmt: skip
+    return table
+
+
+def _number(count: int | None) -> str:
+    return "" if count is None else f"{count:,}"
+
+
+def _stopped(event: Event) -> str:
+    return ("" if event.finished else "unfinished; ") + (event.reason or "")
+
+
+def why_page(found: Divergence, words: tuple[str, str, str] | None) -> RenderableType:
+    """What `mlxkv why` says of one request."""
+    place = f"token {found.token:,}" if found.exact else f"between token {found.token:,} and {found.latest_token:,}"
+    where = {"tools": "in the tools", "end": "behind the last message", "reply": "in the reply", None: ""}.get(
+        found.role, f"in message {found.index} ({found.role})"
+    )
+    lines = [
+        f"request     {found.request}",
+        f"nearest     {found.nearest or 'no earlier request is known to share anything'}"
+        + (f" of {_short(found.nearest_time)}" if found.nearest_time else ""),
+        f"differs at  {place}{', ' + where if where else ''}; {found.lost_tokens:,} tokens computed from there",
+        f"cause       {found.cause}: {found.detail}",
+    ]
+    if found.advice:
+        lines.append(f"advice      {found.advice}")
+    if words is not None:
+        before, now, then = (repr(text)[1:-1] for text in words)
+        lines += ["", f"...{before}", f"  now:     {now}", f"  before:  {then}"]
+    return Text("\n".join(lines))
+
+
+def blocks_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One block a row, as `blocks.BlockRow.to_fields` gives it."""
+    table = _table("block", "chain", *(_right(t) for t in ("tokens", "KB", "tier", "born", "used", "hits", "written")))
+    for row in rows:
+        table.add_row(
+            row["block"][:12], row["chain"][:8] + f" {row['index']}", f"{row['tokens']}", f"{row['bytes'] / KIB:,.0f}",
+            row["tier"] or "gone", (row["born"] or "")[11:19], (row["last_used"] or "")[11:19], f"{row['hits']:,}",
+            format_bytes(row["written_bytes"]) if row["written_bytes"] else "",
+        )  # fmt: skip
+    return table
