@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from mlxkv.blocklog.sources import PIECE_BYTES, clean
+from mlxkv.blocklog.sources import PIECE_BYTES, Cleaner
 
 
 def follow(path: Path) -> Iterator[list[bytes] | None]:
@@ -16,7 +16,7 @@ def follow(path: Path) -> Iterator[list[bytes] | None]:
     from its beginning. A name that is gone for a moment is waited for.
     """
     file = path.open("rb")
-    rest = b""
+    rest, cleaner = b"", Cleaner()
     try:
         while True:
             piece = file.read(PIECE_BYTES)
@@ -24,7 +24,7 @@ def follow(path: Path) -> Iterator[list[bytes] | None]:
                 cut = (rest + piece).rfind(b"\n") + 1
                 lines, rest = (rest + piece)[:cut], (rest + piece)[cut:]
                 if lines:
-                    yield clean(lines)
+                    yield cleaner.lines(lines)
                 continue
             try:
                 now = path.stat()
@@ -34,7 +34,7 @@ def follow(path: Path) -> Iterator[list[bytes] | None]:
             held = os.fstat(file.fileno())
             if (now.st_dev, now.st_ino) != (held.st_dev, held.st_ino):
                 if left := file.read():  # written between the last read and the rotation
-                    yield clean(rest + left)
+                    yield cleaner.lines(rest + left)
                 file.close()
                 file, rest = path.open("rb"), b""
             elif now.st_size < file.tell():

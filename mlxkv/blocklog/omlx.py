@@ -78,7 +78,8 @@ _TROUBLE = {
 
 def match_shape(message: str) -> tuple[str, re.Match[str]] | None:
     """Which known line a message is; None for any other."""
-    for kind, pattern in _TABLE.get(message.partition(" ")[0], ()):
+    word = message.partition(" ")[0]
+    for kind, pattern in _TABLE.get("[guard:" if word.startswith("[guard:") else word, ()):
         found = pattern.match(message)
         if found is not None:
             return kind, found

@@ -29,6 +29,7 @@ from mlxkv.models.pieces import SPECIAL, token_pieces
 
 MASKED_CHARACTERS = 65_536  # of one request; a longer one has messages that are compared whole only
 BLOCK_DIGITS = 8
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _KEY_BYTES, _DIGEST_BYTES, _BLOCK_BYTES = 16, 6, BLOCK_DIGITS // 2
 _THINKING = (b"<think>", b"</think>", b"[THINK]", b"<|channel|>\xffanalysis")
 _THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
@@ -283,9 +284,8 @@ def load_key() -> bytes:
     path = default_cache_dir().parent / "outline.key"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(secrets.token_bytes(_KEY_BYTES))
+        with suppress(FileExistsError), open(os.open(path, _NEW_FILE, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
         key = path.read_bytes()
     except OSError:
         key = b""

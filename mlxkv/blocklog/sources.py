@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, cast
+from typing import cast
 
 from mlxkv.core.errors import UsageError
 
@@ -28,6 +28,7 @@ _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\
 _BOM = b"\xef\xbb\xbf"
 _TIME = re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,]?\d*")
 
+Content = gzip.GzipFile | io.BufferedReader
 Advance = Callable[[float], None]
 """Called with the bytes read since the last call, as they lie on the disk."""
 
@@ -90,7 +91,7 @@ def pieces(paths: Sequence[Path], read: Read, advance: Advance | None = None) ->
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
+def _opened(path: Path) -> Iterator[tuple[io.BufferedReader, Content]]:
     """A source as (the file on the disk, its content); they differ where it is compressed."""
     if str(path) == STDIN:
         raw = cast("io.BufferedReader", sys.stdin.buffer)
@@ -100,12 +101,13 @@ def _opened(path: Path) -> Iterator[tuple[io.BufferedReader, IO[bytes]]]:
         yield file, _content(file)
 
 
-def _content(raw: io.BufferedReader) -> IO[bytes]:
-    return cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if raw.peek(2)[:2] == _GZIP else raw
+def _content(raw: io.BufferedReader) -> Content:
+    return gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == _GZIP else raw
 
 
-def _lines_of(raw: io.BufferedReader, stream: IO[bytes], read: Read, advance: Advance | None) -> Iterator[list[bytes]]:
+def _lines_of(raw: io.BufferedReader, stream: Content, read: Read, advance: Advance | None) -> Iterator[list[bytes]]:
     rest, at = b"", 0
+    cleaner = Cleaner()
     while piece := _next_piece(stream, read):
         if advance is not None:
             now = raw.tell() if raw.seekable() else at + len(piece)
@@ -119,50 +121,66 @@ def _lines_of(raw: io.BufferedReader, stream: IO[bytes], read: Read, advance: Ad
             continue
         cut = cut or len(piece)
         rest = piece[cut:]
-        yield clean(piece[:cut])
+        yield cleaner.lines(piece[:cut])
     if rest.strip(b"\0\r "):
         read.cut_lines += 1
-        yield clean(rest)
+        yield cleaner.lines(rest)
 
 
-def _next_piece(stream: IO[bytes], read: Read) -> bytes:
+def _next_piece(stream: Content, read: Read) -> bytes:
     try:
-        return stream.read(PIECE_BYTES)
+        return stream.read1(PIECE_BYTES)
     except EOFError:  # compressed, and cut short
         read.cut_lines += 1
         return b""
 
 
-def clean(piece: bytes) -> list[bytes]:
-    r"""The lines of a piece of a log: no colours, no carriage returns, UTF-8 whatever it was before.
+class Cleaner:
+    """Cuts pieces of one source into lines without colours and carriage returns, in UTF-8 whatever they were before.
 
-    >>> clean(b"\x1b[32mone\x1b[0m\r\n10%\r99%\rtwo\n")
-    [b'one', b'two']
+    UTF-16 is cut at the byte 0x0a too: little-endian then leaves the newline's NUL in front of the next line,
+    big-endian at the end of its own. Which it is shows where it begins; a source may change to and from it.
     """
-    lines = piece.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    if b"\0" in piece:
-        lines = [_from_utf16(line) if b"\0" in line else line for line in lines]
-    if _BOM in piece:
-        lines = [line.replace(_BOM, b"") for line in lines]
-    if b"\x1b" in piece:
-        lines = [_ESCAPES.sub(b"", line) for line in lines]
-    if b"\r" in piece:
-        lines = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
-    return lines
 
+    def __init__(self) -> None:
+        self._big_endian: bool | None = None
 
-def _from_utf16(line: bytes) -> bytes:
-    """A line that was cut out of UTF-16 at the byte 0x0a, as UTF-8.
+    def lines(self, piece: bytes) -> list[bytes]:
+        r"""The lines of a piece that ends with a newline, or with the source.
 
-    Little-endian leaves the newline's NUL in front of the next line, big-endian at the end of its own. Which of the two
-    it is shows in what it says: the right one has more letters of the Latin scripts.
-    """
-    odd = len(line) % 2
-    little, big = line[odd:].decode("utf-16-le", "replace"), line[: len(line) - odd].decode("utf-16-be", "replace")
-    text = max((little, big), key=lambda text: sum(character < "\u0250" for character in text))
-    return text.replace("\0", "").replace("\ufeff", "").encode(errors="replace")
+        >>> Cleaner().lines(b"\x1b[32mone\x1b[0m\r\n10%\r99%\rtwo\n")
+        [b'one', b'two']
+        """
+        lines = piece.split(b"\n")
+        if not lines[-1]:
+            lines.pop()
+        if b"\0" in piece:
+            lines = [self._from_utf16(line) for line in lines]
+        elif lines:
+            self._big_endian = None
+        if _BOM in piece:
+            lines = [line.replace(_BOM, b"") for line in lines]
+        if b"\x1b" in piece:
+            lines = [_ESCAPES.sub(b"", line) for line in lines]
+        if b"\r" in piece:
+            lines = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
+        return lines
+
+    def _from_utf16(self, line: bytes) -> bytes:
+        if b"\0" not in line:
+            if line:
+                self._big_endian = None
+            return line
+        if line.startswith((b"\xff\xfe", b"\xfe\xff")):
+            self._big_endian = line.startswith(b"\xfe\xff")
+        elif self._big_endian is None:
+            self._big_endian = line.startswith(b"\0")
+        odd = len(line) % 2
+        if self._big_endian:
+            text = line[: len(line) - odd].decode("utf-16-be", "replace")
+        else:
+            text = line[odd:].decode("utf-16-le", "replace")
+        return text.replace("\0", "").replace("\ufeff", "").encode(errors="replace")
 
 
 def _in_order(paths: Sequence[Path], read: Read) -> list[Path]:
@@ -180,7 +198,7 @@ def _in_order(paths: Sequence[Path], read: Read) -> list[Path]:
         except (OSError, zlib.error) as error:
             raise UsageError(f"{path} cannot be read ({error}); give another file.") from error
         twin = next((i for i, (_, _, other) in enumerate(kept) if _same_beginning(head, other)), None)
-        time = _TIME.search(b" ".join(clean(head)))
+        time = _TIME.search(b" ".join(Cleaner().lines(head)))
         row = (time[0].replace(b",", b".").replace(b"T", b" ") if time else b"~", path, head)
         if twin is None:
             kept.append(row)

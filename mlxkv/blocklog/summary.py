@@ -338,9 +338,10 @@ class Summarizer:
 
     def _why(self, event: Event, computed: int) -> None:
         """Count the reason, and the likely cause where outlines tell it."""
-        lost = self.summary.reasons.setdefault(reason_class(event.reason), Lost())
+        said = event.reason is not None or event.source == "mlxkv" or computed <= 1
+        lost = self.summary.reasons.setdefault(reason_class(event.reason) if said else "not logged", Lost())
         lost.requests += 1
-        lost.tokens += max(computed - 1, 0) if event.reason is not None else 0
+        lost.tokens += max(computed - 1, 0) if event.reason is not None or not said else 0
         if not bytes(event.outline) or event.root is None:
             return
         record = Record.of(event.to_fields())

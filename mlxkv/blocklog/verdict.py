@@ -12,7 +12,8 @@ THRASH_SHARE = 0.05  # of the computed tokens were held once and evicted
 UNSTABLE_SHARE = 0.25  # of the computed tokens come after a difference from what is held
 FULL_SHARE = 0.98
 REWRITTEN = 1.2
-_NOTHING_TO_MEND = ("never seen", "all reused", "shorter than a block", "slower than computing")
+_LAYERS = ("ArraysCache", "RotatingKVCache", "CacheList", "walk-back", "Rejecting split-GDN", "Ignoring structurally",
+           "Split GDN")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def verdict(found: Summary, trouble: list[Trouble]) -> tuple[str, str, str]:
         reason, most = lost[0]
         second = f"Most were computed because of: {reason} ({most.tokens:,} tokens in {most.requests:,} requests)."
     else:
-        second = "Nothing was computed that could have been reused." if found.hit_share else "No reason is known."
+        second = "Nothing was computed that could have been reused." if found.reasons else "No reason is known."
     return first, second, _best_change(found, trouble)
 
 
@@ -143,12 +144,20 @@ def _rewritten(found: Summary) -> list[Trouble]:
 
 
 def _rejected(found: Summary) -> list[Trouble]:
-    return [
-        Trouble(
-            "held blocks rejected", f"{count:,} times: {what}", "A full block is only good for layers that can be cut."
+    layers = {what: count for what, count in found.rejects.items() if what.startswith(_LAYERS)}
+    others = {what: count for what, count in found.rejects.items() if what not in layers}
+    tokens, _ = _tokens(found, "walk-back", *(f"{kind} layers" for kind in _LAYERS), "no checkpoint", "exact cache hit")
+    trouble = []
+    if layers:
+        seen = f"{sum(layers.values()):,} times: {', '.join(sorted(layers))}"
+        advice = "They resume only where a stored boundary is; append to prompts, change nothing in them."
+        trouble.append(Trouble("layers that cannot be cut", seen, advice, tokens))
+    if others:
+        seen = f"{sum(others.values()):,} times: {', '.join(sorted(others))}"
+        trouble.append(
+            Trouble("held blocks do not fit", seen, "They are of another model, setting or version: clear them.")
         )
-        for what, count in found.rejects.most_common()
-    ]
+    return trouble
 
 
 def _said(found: Summary) -> list[Trouble]:
