@@ -75,6 +75,7 @@ class Report:
 @dataclass(frozen=True)
 class _Seen:
     line: int
+    messages: Sequence[Mapping[str, Any]]
     packed: bytes
     outline: Outline
     text: str
@@ -172,9 +173,8 @@ def lint(bodies: Iterator[tuple[int, Body]], tokenizer: Any, *, block_tokens: bo
             tokens = render(tokenizer, messages, tools=tools, options=options)
         except MlxkvError as error:
             raise type(error)(f"line {line}: {error}") from error
-        now = _Seen(
-            line, pack(tokens), outliner.outline(tokens, messages, tools=tools, options=options), outliner.text(tokens)
-        )
+        outline = outliner.outline(tokens, messages, tools=tools, options=options)
+        now = _Seen(line, messages, pack(tokens), outline, outliner.text(tokens))
         turns.append(_turn(now, seen, block_tokens=block_tokens))
         seen.append(now)
     return Report(tuple(turns))
@@ -191,6 +191,8 @@ def _turn(now: _Seen, seen: Sequence[_Seen], *, block_tokens: bool) -> Turn:
     if block_tokens:
         reusable = reusable // BLOCK_TOKENS * BLOCK_TOKENS
     cause, detail = _broke(now, near, shared, prompt)
+    if cause == "new text" and near is not None and (index := _thought_dropped(now, near)) is not None:
+        cause, detail = "thinking removed", f"message {index} (assistant) was sent with thinking, the template drops it"
     part = now.outline.at(min(shared, prompt - 1))
     words = words_around(_record(now), _record(near)) if near is not None else None
     return Turn(now.line, prompt, reusable, near.line if near else None, cause, detail, ADVICE[cause],
@@ -203,6 +205,16 @@ def _broke(now: _Seen, near: _Seen | None, shared: int, prompt: int) -> tuple[Ca
     if shared >= prompt:
         return "nothing", "the same prompt as before"
     return compare(now.outline, near.outline, shared)
+
+
+def _thought_dropped(now: _Seen, near: _Seen) -> int | None:
+    """The first message since the nearest request whose thinking is not in the prompt: its reply cannot be reused."""
+    rendered = {part.index for part in now.outline.parts if part.thinking}
+    for index, message in enumerate(now.messages):
+        thought = "</think>" in message_text(message) or bool(message.get("reasoning_content"))
+        if index >= len(near.messages) and thought and index not in rendered:
+            return index
+    return None
 
 
 def _record(seen: _Seen) -> Record:

@@ -40,8 +40,6 @@ def expected(tmp_path):
 
 LINK = "\x1b]8;;http://x\x07"
 COLOURED = "".join(f"\x1b[36m{each[:20]}\x1b[0m{each[20:40]}{LINK}{each[40:]}\x1b[1;31m\n" for each in LINES)
-    f"\x1b[36m{each[:20]}\x1b[0m{each[20:40]}\x1b]8;;http://x\x07{each[40:]}\x1b[1;31m\n" for each in LINES
-)
 STORED = {
     "UTF-8 with BOM": b"\xef\xbb\xbf" + TEXT.encode(),
     "UTF-16 little-endian with BOM": TEXT.encode("utf-16"),
@@ -50,7 +48,8 @@ STORED = {
     "UTF-16 big-endian with BOM": b"\xfe\xff" + TEXT.encode("utf-16-be"),
     "CRLF": TEXT.replace("\n", "\r\n").encode(),
     "UTF-16 with CRLF": TEXT.replace("\n", "\r\n").encode("utf-16"),
-    "half UTF-8, half UTF-16": ("\n".join(LINES[:15]) + "\n").encode() + ("\n".join(LINES[15:]) + "\n").encode("utf-16"),
+    "half UTF-8, half UTF-16": "".join(f"{each}\n" for each in LINES[:15]).encode()
+    + "".join(f"{each}\n" for each in LINES[15:]).encode("utf-16"),
     "colours, links and a lone escape": COLOURED.encode() + b"\x1b",
     "colours in UTF-16": COLOURED.encode("utf-16-le"),
     "a progress bar before a line": TEXT.replace("\n", "\n 10%\r 99%\r", 1).encode(),
