@@ -22,6 +22,7 @@ _WRAPPED_LINES = 4  # of one message
 _WRAPPED_BYTES = 64 * 2**10
 _LEVELS = frozenset((b"TRACE", b"DEBUG", b"INFO", b"WARNING", b"ERROR", b"CRITICAL"))
 _JSON = b'{"time":"'
+_ISO = bytes.maketrans(b" ,", b"T.")  # Python's `2026-11-30 19:12:38,779` as ISO 8601; its zone is not in the log
 
 
 class LogReader:
@@ -42,8 +43,9 @@ class LogReader:
         self._omlx = OmlxReader()
         self._mlx_lm = MlxLmReader()
         self._half: list[bytes] = []
-        self._record: tuple[str, str, str, str] | None = None
+        self._waiting: tuple[str, str, str, str] | None = None
         self._more: list[str] = []
+        self._continued = 0
 
     @property
     def levels(self) -> set[str]:
@@ -69,75 +71,94 @@ class LogReader:
                     continue
                 known += 1
                 yield event
-            else:
-                yield from self._other(line)
+            elif self._half:
+                yield from self._torn(line)
+            elif found := self._text(line):
+                yield from found
         self.lines += known
         self.records["mlxkv"] += known
 
     def finish(self) -> Iterator[Event]:
         """What was still waiting for a next line."""
-        yield from self._flush()
+        yield from self._give_up()
         if self._half:
             self.torn_lines += len(self._half)
             self._half = []
         yield from self._omlx.finish()
         yield from self._mlx_lm.finish()
 
-    def _other(self, line: bytes) -> Iterator[Event]:
-        if not line.strip():
-            return
-        if self._half:
-            yield from self._torn(line)
-            return
+    def _text(self, line: bytes) -> Sequence[Event]:
+        """One line that is no JSON: a record of oMLX or mlx_lm, or the rest of one."""
+        if line[23:26] == b" - " and line[4:5] == b"-" and line[19:20] == b",":
+            self.lines += 1
+            self._continued = 0
+            before = self._give_up() if self._waiting is not None else ()
+            first = line.find(b" - ", 26)
+            if line.startswith(b"omlx", 26) and first > 0:
+                second = line.find(b" - ", first + 3)
+                level = line[first + 3 : second]
+                at = second + 3
+                if line[at : at + 1] == b"[" and (stop := line.find(b"] - ", at)) > 0 and line.find(b" ", at, stop) < 0:
+                    at = stop + 4
+                source = "oMLX"
+            else:
+                level, at, source = line[26:first], first + 3, "mlx_lm"
+            if level not in _LEVELS:
+                self.unknown_lines += 1
+                return before
+            record = (source, line[:23].translate(_ISO).decode(), level.decode(), line[at:].decode(errors="replace"))
+            return (*before, *self._record(record)) if before else self._record(record)
+        return self._rest(line) if line.strip() else ()
+
+    def _record(self, record: tuple[str, str, str, str]) -> Sequence[Event]:
+        """The events of a record; one that is not known, or not whole, waits for the lines after it."""
+        source, time, level, message = record
+        events = (self._omlx if source == "oMLX" else self._mlx_lm).feed(time, level, message)
+        if events is None or message.startswith(RESPONSE):
+            self._waiting = record
+            return ()
+        self.records[source] += 1
+        return events
+
+    def _rest(self, line: bytes) -> Sequence[Event]:
+        """A line without a known beginning."""
         self.lines += 1
-        parts = line.split(b" - ", 3)
-        if len(parts) >= 3 and len(parts[0]) == 23 and parts[0][4:5] == b"-" and parts[0][19:20] == b",":
-            yield from self._flush()
-            if len(parts) == 4 and parts[2] in _LEVELS and parts[1].startswith(b"omlx"):
-                message = parts[3]
-                if message[:1] == b"[" and (stop := message.find(b"] - ")) > 0 and b" " not in message[:stop]:
-                    message = message[stop + 4 :]
-                self._record = ("oMLX", _time(parts[0]), parts[2].decode(), message.decode(errors="replace"))
-                return
-            if parts[1] in _LEVELS:
-                message = line[len(parts[0]) + len(parts[1]) + 6 :]
-                self._record = ("mlx_lm", _time(parts[0]), parts[1].decode(), message.decode(errors="replace"))
-                return
-            self.unknown_lines += 1
-            return
         at = line.find(_JSON)
         if at > 0:
             self.lines -= 1
-            yield from self.events([line[at:]])
-        elif ACCESS.match(line):
+            return list(self.events([line[at:]]))
+        if ACCESS.match(line):
             self.records["mlx_lm"] += 1
-        elif self._record is not None and len(self._more) < _CONTINUED_LINES:
-            self._more.append(line.decode(errors="replace"))
+        elif not self.records.total() and self._waiting is None:
+            self.unknown_lines += 1
+        elif self._continued < _CONTINUED_LINES:
+            self._continued += 1
+            self.continued_lines += 1
+            if self._waiting is not None:
+                self._more.append(line.decode(errors="replace"))
         else:
             self.unknown_lines += 1
+        return ()
 
-    def _flush(self) -> Iterator[Event]:
-        """Read the record before, with the lines that followed it."""
-        if self._record is None:
-            return
-        source, time, level, message = self._record
-        more, self._more, self._record = self._more, [], None
-        self.continued_lines += len(more)
+    def _give_up(self) -> Sequence[Event]:
+        """Read the record that waited with the lines that followed it, or count it as unknown."""
+        if self._waiting is None:
+            return ()
+        source, time, level, message = self._waiting
+        more, self._more, self._waiting = self._more, [], None
         reader = self._omlx if source == "oMLX" else self._mlx_lm
-        if more and message.startswith(RESPONSE):
-            message += "\n".join(more)
-        events = reader.feed(time, level, message)
-        for count in range(1, min(len(more), _WRAPPED_LINES) + 1):
+        if message.startswith(RESPONSE):
+            forms = ["\n".join([message, *more])]
+        else:
+            rests = [[line.strip() for line in more[:count]] for count in range(1, min(len(more), _WRAPPED_LINES) + 1)]
+            forms = [glue.join([message, *rest]) for rest in rests for glue in ("", " ")]
+        for form in forms:
+            events = reader.feed(time, level, form)
             if events is not None:
-                break
-            rest = [line.strip() for line in more[:count]]
-            events = reader.feed(time, level, "".join([message, *rest]))
-            events = reader.feed(time, level, " ".join([message, *rest])) if events is None else events
-        if events is None:
-            self.unknown_lines += 1
-            return
-        self.records[source] += 1
-        yield from events
+                self.records[source] += 1
+                return events
+        self.unknown_lines += 1
+        return ()
 
     def _torn(self, line: bytes) -> Iterator[Event]:
         """A line that is no whole JSON: the next ones may be the rest of it."""
@@ -162,8 +183,3 @@ class LogReader:
             self.torn_lines += len(self._half)
             self.lines += len(self._half)
             self._half = []
-
-
-def _time(asctime: bytes) -> str:
-    """Python's `2026-11-30 19:12:38,779` as ISO 8601, without a zone: the log does not say it."""
-    return asctime.decode().replace(" ", "T").replace(",", ".")

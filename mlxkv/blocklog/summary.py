@@ -16,7 +16,7 @@ BINS = 120
 SAMPLES = 10_000
 REMEMBERED_BLOCKS = 200_000  # names of written blocks, to tell a block that is written again
 REMEMBERED_PROMPTS = 16  # of each root, to tell why the next one left them
-EXPLAINED = 5_000  # requests at most, for each costs a comparison with those
+EXPLAINED = 2_000  # requests at most, for each costs a comparison with those
 MOSTLY, HARDLY = 0.9, 0.1
 
 TtftClass = str
@@ -94,8 +94,10 @@ class Tier:
     off: bool = False
 
     def move(self, nbytes: int) -> None:
-        self.held_bytes = max(self.held_bytes + nbytes, 0)
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        held = self.held_bytes + nbytes
+        self.held_bytes = held if held > 0 else 0
+        if held > self.peak_bytes:
+            self.peak_bytes = held
 
 
 @dataclass
@@ -209,6 +211,7 @@ class Summarizer:
     def __init__(self) -> None:
         self.summary = Summary()
         self._hot: dict[int | None, Tier] = {}
+        self._cold = Tier()
         self._written: OrderedDict[str, None] = OrderedDict()
         self._recent: dict[str, deque[Record]] = {}
         self._explained = 0
@@ -221,16 +224,23 @@ class Summarizer:
 
     def add_all(self, events: Iterable[Event]) -> Summary:
         """Add events; returns the summary, which goes on growing when more are added."""
-        handlers = self._handlers
-        event = None
+        find = self._handlers.get
+        last = None
         for event in events:
-            handler = handlers.get(event.event)
+            if last is None and self.summary.first_time is None:
+                self.summary.first_time = event.time
+            last = event
+            handler = find(event.event)
             if handler is not None:
                 handler(event)
-            if self.summary.first_time is None:
-                self.summary.first_time = event.time
-        if event is not None:
-            self.summary.last_time = event.time or self.summary.last_time
+        if last is not None:
+            self.summary.last_time = last.time or self.summary.last_time
+        if self._hot:
+            fullest = max(self._hot.values(), key=lambda tier: tier.peak_bytes)
+            shown = self.summary.tiers.setdefault("hot", Tier())
+            shown.peak_bytes, shown.held_bytes = fullest.peak_bytes, fullest.held_bytes
+        if self._cold != Tier():
+            self.summary.tiers["cold"] = self._cold
         return self.summary
 
     def _commit(self, event: Event) -> None:
@@ -243,7 +253,10 @@ class Summarizer:
         else:
             found.committed_blocks += 1
             if nbytes and event.model:
-                found.block_bytes.setdefault(event.model, Counter())[nbytes] += 1
+                sizes = found.block_bytes.get(event.model)
+                if sizes is None:
+                    sizes = found.block_bytes[event.model] = Counter()
+                sizes[nbytes] += 1
         found.committed_bytes += nbytes
         if event.tier == "hot":
             self._hot_tier(event).move(nbytes)
@@ -260,7 +273,7 @@ class Summarizer:
             self._written[name] = None
             if len(self._written) > REMEMBERED_BLOCKS:
                 self._written.popitem(last=False)
-        found.tiers.setdefault("cold", Tier()).move(nbytes)
+        self._cold.move(nbytes)
 
     def _restore(self, event: Event) -> None:
         self.summary.restores += 1
@@ -271,7 +284,7 @@ class Summarizer:
         tier = event.tier or "cold"
         found.evicted_blocks[tier] += 1
         found.evicted_bytes += nbytes
-        (self._hot_tier(event) if tier == "hot" else found.tiers.setdefault("cold", Tier())).move(-nbytes)
+        (self._hot_tier(event) if tier == "hot" else self._cold).move(-nbytes)
 
     def _quarantine(self, event: Event) -> None:
         del event
@@ -281,7 +294,7 @@ class Summarizer:
         self.summary.dropped[event.reason or "not said"] += 1
 
     def _open(self, event: Event) -> None:
-        tier = self.summary.tiers.setdefault(event.tier or "cold", Tier())
+        tier = self.summary.tiers.setdefault("hot", Tier()) if event.tier == "hot" else self._cold
         tier.budget_bytes, tier.off = event.bytes, event.bytes == 0
         if event.tier == "hot":
             self._hot[event.process] = Tier()
@@ -295,9 +308,6 @@ class Summarizer:
         tier = self._hot.get(event.process)
         if tier is None:
             tier = self._hot[event.process] = Tier()
-        shown = self.summary.tiers.setdefault("hot", Tier())
-        if tier.peak_bytes >= shown.peak_bytes:
-            shown.peak_bytes, shown.held_bytes = tier.peak_bytes, tier.held_bytes
         return tier
 
     def _request(self, event: Event) -> None:
@@ -342,11 +352,11 @@ class Summarizer:
         lost = self.summary.reasons.setdefault(reason_class(event.reason) if said else "not logged", Lost())
         lost.requests += 1
         lost.tokens += max(computed - 1, 0) if event.reason is not None or not said else 0
-        if not bytes(event.outline) or event.root is None:
+        if self._explained >= EXPLAINED or event.root is None or not bytes(event.outline):
             return
         record = Record.of(event.to_fields())
         recent = self._recent.setdefault(event.root, deque(maxlen=REMEMBERED_PROMPTS))
-        if event.reason is not None and computed > 1 and self._explained < EXPLAINED:
+        if event.reason is not None and computed > 1:
             self._explained += 1
             cause = explain(record, recent).cause
             counted = self.summary.causes.setdefault(cause, Lost())
@@ -367,9 +377,8 @@ class Summarizer:
         for name, count in (event.detail or {}).items():
             self.summary.scans[name] = self.summary.scans.get(name, 0) + count
         if event.bytes is not None:
-            cold = self.summary.tiers.setdefault("cold", Tier())
-            cold.held_bytes = event.bytes
-            cold.peak_bytes = max(cold.peak_bytes, event.bytes)
+            self._cold.held_bytes = event.bytes
+            self._cold.peak_bytes = max(self._cold.peak_bytes, event.bytes)
 
     def _reject(self, event: Event) -> None:
         self.summary.rejects[event.reason or "not said"] += 1
@@ -379,7 +388,7 @@ class Summarizer:
 
     def _enforce(self, event: Event) -> None:
         self.summary.evicted_bytes += event.bytes or 0
-        self.summary.tiers.setdefault("cold", Tier()).move(-(event.bytes or 0))
+        self._cold.move(-(event.bytes or 0))
 
     def _pressure(self, event: Event) -> None:
         self.summary.pressure[event.reason or "not said"] += 1
