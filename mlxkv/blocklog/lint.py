@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxkv.blocklog.outline import Outline, Outliner, message_text
-from mlxkv.blocklog.why import ADVICE, Cause, Record, compare, words_around
+from mlxkv.blocklog.why import ADVICE, Cause, Record, compare, likeness, words_around
 from mlxkv.cache.names import BLOCK_TOKENS, TOKEN_BYTES, common_tokens, pack
 from mlxkv.core.errors import MlxkvError, UsageError
 from mlxkv.models.chat import render
@@ -202,6 +202,8 @@ def _turn(now: _Seen, seen: Sequence[_Seen], *, block_tokens: bool) -> Turn:
 def _broke(now: _Seen, near: _Seen | None, shared: int, prompt: int) -> tuple[Cause, str]:
     if near is None:
         return "new text", "the first request"
+    if shared < BLOCK_TOKENS and not likeness(now.outline, near.outline):
+        return "new text", "another conversation: no block, message or tool is shared"
     if shared >= prompt:
         return "nothing", "the same prompt as before"
     return compare(now.outline, near.outline, shared)

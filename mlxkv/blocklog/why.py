@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mlxkv.blocklog.outline import Outline, Part, shared_tokens
-from mlxkv.cache.names import common_tokens
+from mlxkv.cache.names import BLOCK_TOKENS, common_tokens
 
 Cause = Literal[
     "nothing", "short", "new text", "date or counter", "template clock", "tools in another order",
@@ -181,26 +181,25 @@ def words_around(record: Record, near: Record, characters: int = 60) -> tuple[st
 
 
 def _nearest(record: Record, earlier: Iterable[Record]) -> tuple[Record | None, int, int]:
-    """The record that shares most with this one, the latest of equals; nothing when none shares anything for sure."""
+    """The record that shares most with this one, the latest of equals; nothing when none is related to it."""
     best: tuple[Record | None, int, int] = (None, 0, 0)
-    alike: tuple[int, int] = (-1, 0)
+    rank = (0, 1)  # a block, or without one a message or a tool
     for other in earlier:
         if other.outline is None and not other.tokens:
             continue
         least, most = shared(record, other)
-        rank = (least, _likeness(record, other))
-        if rank >= alike:
-            best, alike = (other, least, most), rank
+        alike = likeness(record.outline, other.outline) if record.outline and other.outline else 0
+        if (least // BLOCK_TOKENS, alike) >= rank:
+            best, rank = (other, least, most), (least // BLOCK_TOKENS, alike)
     return best
 
 
-def _likeness(record: Record, other: Record) -> int:
-    """How alike two prompts look where not one block is shared: parts with the same masked text, and same tools."""
-    if record.outline is None or other.outline is None or record.outline.key != other.outline.key:
-        return -1
-    masks = {part.masked for part in other.outline.parts if part.masked}
-    alike = sum(part.masked in masks for part in record.outline.parts if part.masked)
-    return alike + len(set(record.outline.tools) & set(other.outline.tools))
+def likeness(mine: Outline, other: Outline) -> int:
+    """How many messages (but for dates, numbers and ids) and tools two prompts have in common."""
+    if mine.key != other.key:
+        return 0
+    masks = {part.masked for part in other.parts if part.masked}
+    return sum(part.masked in masks for part in mine.parts if part.masked) + len(set(mine.tools) & set(other.tools))
 
 
 def _place(record: Record, near: Record | None, least: int, most: int) -> tuple[int, int]:
@@ -231,8 +230,8 @@ def _cause(record: Record, near: Record | None, token: int, latest: int, gone: S
         return "uncached", reason
     if gone and reason == "never seen":  # held once, and forgotten so long ago that the cache does not know
         return "evicted", _last_gone(gone)
-    if near is None and reason == "never seen":
-        return "new text", "no earlier request is known that begins so"
+    if near is None and record.matched_tokens < BLOCK_TOKENS:
+        return "new text", "no earlier request is known that shares a block, a message or a tool"
     if mine is None or other is None or mine.key != other.key:
         return "unknown", f"the cache says: {reason}"
     return compare(mine, other, token, latest)

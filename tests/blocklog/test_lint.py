@@ -73,6 +73,9 @@ def test_the_planted_breaker_is_found(name):
 
 
 CLEAN = {
+    "conversations that have nothing in common": [
+        {"messages": [say("system", text * 9), say("user", text)]} for text in ("Be exact. ", "Sing. ", "Rhyme. ")
+    ],
     "a conversation that only grows": turns(),
     "two conversations with one system message": [
         *turns(),
@@ -85,7 +88,7 @@ CLEAN = {
 def test_nothing_is_found_in_a_clean_conversation(name):
     report = report_of(CLEAN[name])
     assert report.broken == ()
-    assert report.reusable_share > 0.8
+    assert report.reusable_share > 0.8 or "nothing in common" in name
 
 
 def test_reusable_tokens_are_the_longest_prefix_with_any_earlier_request():

@@ -109,7 +109,7 @@ def test_the_session_reused_what_its_construction_says(ten):
     assert (events[6].hot_tokens, events[6].cold_tokens) == (0, prompt // 64 * 64)
     assert events[7].hot_tokens == prompt - 1
     assert (events[8].matched_tokens, events[8].reason) == (0, "other salt")
-    assert (events[9].matched_tokens, events[9].reason) == (0, "never seen")
+    assert (events[9].matched_tokens, events[9].reason) == (0, "diverged at token 0")
 
 
 def test_the_summary_of_the_log_is_the_sum_of_the_responses(ten):
