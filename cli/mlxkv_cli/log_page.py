@@ -13,13 +13,14 @@ from rich.text import Text
 from mlxkv.blocklog.events import Event
 from mlxkv.blocklog.readers import LogReader
 from mlxkv.blocklog.summary import Summary
-from mlxkv.blocklog.verdict import Trouble
+from mlxkv.blocklog.verdict import Trouble, counted
 from mlxkv.blocklog.why import Divergence
 from mlxkv.core.units import KIB, format_bytes, format_seconds
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 30
 _BAR_WIDTH = 24
+ROOMY = 78  # columns that a wide table needs
 
 
 def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
@@ -44,8 +45,12 @@ def _table(*columns: str | Column) -> Table:
     return Table(*columns, box=None, pad_edge=False, header_style="bold")
 
 
+def _name(title: str) -> Column:
+    return Column(title, no_wrap=True)
+
+
 def _right(title: str) -> Column:
-    return Column(title, justify="right")
+    return Column(title, justify="right", no_wrap=True)
 
 
 def summary_page(
@@ -114,7 +119,7 @@ def _tokens(found: Summary) -> Table:
 
 def _kinds_of_tokens(found: Summary) -> Text:
     said = [
-        f"{found.requests:,} requests", f"{found.looked_up_tokens:,} tokens looked up",
+        counted(found.requests, "request"), f"{found.looked_up_tokens:,} tokens looked up",
         f"{found.hit_tokens:,} not computed",
     ]  # fmt: skip
     if found.tail_tokens:
@@ -124,7 +129,7 @@ def _kinds_of_tokens(found: Summary) -> Text:
         (found.unknown_requests, "without a word on reuse"),
     ):  # fmt: skip
         if count:
-            said.append(f"{count:,} requests {what}")
+            said.append(f"{counted(count, 'request')} {what}")
     return Text(", ".join(said))
 
 
@@ -206,17 +211,21 @@ def _tiers(found: Summary) -> Iterator[RenderableType]:
         yield Text(f"{name:<9}{'off' if tier.off else f'at most {format_bytes(tier.peak_bytes)} {budget}{fill}'}")
 
 
-def requests_table(events: Sequence[Event]) -> Table:
-    """One request a row."""
+def requests_table(events: Sequence[Event], width: int) -> Table:
+    """One request a row; under `ROOMY` columns without time, tiers and the first token."""
+    if width < ROOMY:
+        table = _table(_name("request"), *map(_right, ("prompt", "reused", "computed")), "stopped matching")
+        for event in events:
+            known = (event.prompt_tokens, event.hit_tokens, event.computed_tokens)
+            table.add_row(event.request or "", *map(_number, known), _stopped(event))
+        return table
     titles = ("prompt", "hot", "cold", "computed", "first")
-    table = _table("time", "request", *(_right(title) for title in titles), "stopped matching")
+    table = _table("time", _name("request"), *map(_right, titles), "stopped matching")
     for event in events:
         hot = event.hot_tokens if event.hot_tokens is not None else event.reused_tokens
         numbers = (event.prompt_tokens, hot, event.cold_tokens, event.computed_tokens)
-        table.add_row(
-            (event.time or "")[11:19], event.request or "", *map(_number, numbers),
-            "" if event.ttft_s is None else format_seconds(event.ttft_s), _stopped(event),
-        )  # fmt: skip
+        first = "" if event.ttft_s is None else format_seconds(event.ttft_s)
+        table.add_row((event.time or "")[11:19], event.request or "", *map(_number, numbers), first, _stopped(event))
     return table
 
 
@@ -249,13 +258,15 @@ def why_page(found: Divergence, words: tuple[str, str, str] | None) -> Renderabl
     return Text("\n".join(lines))
 
 
-def blocks_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """One block a row, as `blocks.BlockRow.to_fields` gives it."""
-    table = _table("block", "chain", *(_right(t) for t in ("tokens", "KB", "tier", "born", "used", "hits", "written")))
+def blocks_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """One block a row, as `blocks.BlockRow.to_fields` gives it; under `ROOMY` columns without times and writes."""
+    roomy = width >= ROOMY
+    titles = ("tokens", "KB", "tier", "hits", *(("born", "used", "KB written") if roomy else ()))
+    table = _table(_name("block"), _name("chain"), *map(_right, titles))
     for row in rows:
+        more = ((row["born"] or "")[11:19], (row["last_used"] or "")[11:19], f"{row['written_bytes'] / KIB:,.0f}")
         table.add_row(
-            row["block"][:12], row["chain"][:8] + f" {row['index']}", f"{row['tokens']}", f"{row['bytes'] / KIB:,.0f}",
-            row["tier"] or "gone", (row["born"] or "")[11:19], (row["last_used"] or "")[11:19], f"{row['hits']:,}",
-            format_bytes(row["written_bytes"]) if row["written_bytes"] else "",
+            row["block"][:12], f"{row['chain'][:8]} {row['index']}", str(row["tokens"]), f"{row['bytes'] / KIB:,.0f}",
+            row["tier"] or "gone", f"{row['hits']:,}", *(more if roomy else ()),
         )  # fmt: skip
     return table

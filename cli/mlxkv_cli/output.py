@@ -44,6 +44,11 @@ class Output:
         """Whether a person can be asked: both stdin and stderr are terminals."""
         return sys.stdin.isatty() and self._err.is_terminal
 
+    @property
+    def width(self) -> int:
+        """Columns there are for an answer: the terminal's, or as many as one likes in a pipe."""
+        return self._out.width
+
     def result(self, shown: RenderableType, /, **fields: object) -> None:
         """The command's answer: `shown` for a person, or with `--json` the fields as one object. Call it once."""
         if self.json:

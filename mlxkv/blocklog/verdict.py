@@ -16,6 +16,15 @@ _LAYERS = ("ArraysCache", "RotatingKVCache", "CacheList", "walk-back", "Rejectin
            "Split GDN")  # fmt: skip
 
 
+def counted(number: int, what: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "request"), counted(1200, "request")
+    ('1 request', '1,200 requests')
+    """
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 @dataclass(frozen=True)
 class Trouble:
     """One thing that is wrong: its name, what was seen, what to do, and the prompt tokens it cost (0: not known)."""
@@ -43,16 +52,18 @@ def find_trouble(found: Summary, levels: set[str]) -> list[Trouble]:
 def verdict(found: Summary, trouble: list[Trouble]) -> tuple[str, str, str]:
     """What was reused, where the rest went, and the one change that would save most."""
     if found.hit_share is None:
-        first = f"{found.requests:,} requests, and the log does not say what they reused."
+        first = f"{counted(found.requests, 'request')}, and the log does not say what they reused."
     else:
         first = (
             f"{found.hit_share:.0%} of {found.hit_tokens + found.computed_tokens:,} prompt tokens were reused,"
-            f" {found.computed_tokens:,} were computed in {found.requests:,} requests."
+            f" {found.computed_tokens:,} were computed in {counted(found.requests, 'request')}."
         )
     lost = [(reason, each) for reason, each in found.lost() if each.tokens]
     if lost:
         reason, most = lost[0]
-        second = f"Most were computed because of: {reason} ({most.tokens:,} tokens in {most.requests:,} requests)."
+        second = (
+            f"Most were computed because of: {reason} ({most.tokens:,} tokens in {counted(most.requests, 'request')})."
+        )
     else:
         second = "Nothing was computed that could have been reused." if found.reasons else "No reason is known."
     return first, second, _best_change(found, trouble)
@@ -84,7 +95,7 @@ def _thrash(found: Summary) -> list[Trouble]:
     tokens, requests = _tokens(found, "evicted")
     if tokens <= THRASH_SHARE * found.computed_tokens:
         return []
-    seen = f"{tokens:,} tokens in {requests:,} requests had been held and were evicted"
+    seen = f"{tokens:,} tokens in {counted(requests, 'request')} had been held and were evicted"
     return [Trouble("thrash", seen, "Give the tiers more room: raise --hot, then --cold.", tokens)]
 
 
@@ -92,7 +103,7 @@ def _unstable(found: Summary) -> list[Trouble]:
     tokens, requests = _tokens(found, "diverged")
     if requests < 2 or tokens <= UNSTABLE_SHARE * found.computed_tokens:
         return []
-    seen = f"{requests:,} requests left what was held, {tokens:,} tokens were computed after that"
+    seen = f"{counted(requests, 'request')} left what was held, {tokens:,} tokens were computed after that"
     return [Trouble("unstable prefix", seen, "See where: mlxkv why FILE ID, or mlxkv lint before a deploy.", tokens)]
 
 
@@ -110,7 +121,7 @@ def _full(found: Summary) -> list[Trouble]:
     for name, tier in found.tiers.items():
         evicted = found.evicted_blocks.get(name, 0)
         if tier.budget_bytes and evicted and tier.peak_bytes >= FULL_SHARE * tier.budget_bytes:
-            seen = f"{name} was full ({format_bytes(tier.budget_bytes)}) and evicted {evicted:,} blocks"
+            seen = f"{name} was full ({format_bytes(tier.budget_bytes)}) and evicted {counted(evicted, 'block')}"
             full.append(Trouble("budget too small", seen, f"Raise --{name}."))
     return full
 
@@ -119,7 +130,7 @@ def _damaged(found: Summary) -> list[Trouble]:
     if not found.quarantined_blocks:
         return []
     tokens, _ = _tokens(found, "damaged")
-    seen = f"{found.quarantined_blocks:,} block files were not what they claim"
+    seen = f"{counted(found.quarantined_blocks, 'block file')} failed a check"
     return [Trouble("damaged files", seen, "Run mlxkv cache verify, and check the disk.", tokens)]
 
 
@@ -130,7 +141,7 @@ def _dropped(found: Summary) -> list[Trouble]:
         "offline": "Bring the cache directory back.",
     }
     return [
-        Trouble("blocks not written", f"{count:,} blocks: {reason}", advice.get(reason, "See mlxkv doctor."))
+        Trouble("blocks not written", f"{counted(count, 'block')}: {reason}", advice.get(reason, "See mlxkv doctor."))
         for reason, count in found.dropped.most_common()
     ]
 
@@ -149,11 +160,11 @@ def _rejected(found: Summary) -> list[Trouble]:
     tokens, _ = _tokens(found, "walk-back", *(f"{kind} layers" for kind in _LAYERS), "no checkpoint", "exact cache hit")
     trouble = []
     if layers:
-        seen = f"{sum(layers.values()):,} times: {', '.join(sorted(layers))}"
+        seen = f"{counted(sum(layers.values()), 'time')}: {', '.join(sorted(layers))}"
         advice = "They resume only where a stored boundary is; append to prompts, change nothing in them."
         trouble.append(Trouble("layers that cannot be cut", seen, advice, tokens))
     if others:
-        seen = f"{sum(others.values()):,} times: {', '.join(sorted(others))}"
+        seen = f"{counted(sum(others.values()), 'time')}: {', '.join(sorted(others))}"
         trouble.append(
             Trouble("held blocks do not fit", seen, "They are of another model, setting or version: clear them.")
         )
@@ -162,7 +173,9 @@ def _rejected(found: Summary) -> list[Trouble]:
 
 def _said(found: Summary) -> list[Trouble]:
     return [
-        Trouble(what, f"{count:,} times in the log", "See the lines themselves, and the memory or disk it had.")
+        Trouble(
+            what, f"{counted(count, 'time')} in the log", "See the lines themselves, and the memory or disk it had."
+        )
         for what, count in found.logged_trouble.most_common()
     ]
 
@@ -181,5 +194,5 @@ def _geometry(found: Summary) -> list[Trouble]:
 
 
 def _not_debug(found: Summary) -> Trouble:
-    seen = f"the log has no DEBUG lines; the reuse of {found.unknown_requests:,} requests is not in it"
+    seen = f"the log has no DEBUG lines; the reuse of {counted(found.unknown_requests, 'request')} is not in it"
     return Trouble("little is logged", seen, "Run the server with --log-level debug: it adds hits, tiers and writes.")

@@ -17,9 +17,9 @@ from mlxkv.cache.names import BLOCK_TOKENS, common_tokens
 Cause = Literal[
     "nothing", "short", "new text", "date or counter", "template clock", "tools in another order",
     "tool keys in another order", "other tools", "thinking removed", "reply changed", "template changed",
-    "template options", "BOS twice", "other root", "other salt", "evicted", "damaged", "unreadable", "slower",
-    "no checkpoint", "history cut", "message inserted", "message changed", "system message changed", "uncached",
-    "unknown",
+    "template options", "BOS twice", "other root", "other salt", "evicted", "not held", "damaged", "unreadable",
+    "slower", "no checkpoint", "history cut", "message inserted", "message changed", "system message changed",
+    "uncached", "unknown",
 ]  # fmt: skip
 
 ADVICE: Mapping[Cause, str] = {
@@ -39,6 +39,7 @@ ADVICE: Mapping[Cause, str] = {
     "other root": "Blocks are only good for the model and the settings that made them; keep those the same.",
     "other salt": "Requests with another key or salt never share; use one where sharing is wanted.",
     "evicted": "Give the tier more room, or ask again sooner.",
+    "not held": "Give the tiers more room; `mlxkv log summary` says what was evicted and what was never written.",
     "damaged": "Check the disk; `mlxkv cache verify` reads every block.",
     "unreadable": "Check the disk and the rights of the cache directory.",
     "slower": "Nothing to mend: computing was the faster way.",
@@ -203,11 +204,10 @@ def likeness(mine: Outline, other: Outline) -> int:
 
 
 def _place(record: Record, near: Record | None, least: int, most: int) -> tuple[int, int]:
-    """The number of the first token that differs, as a range; where only the cache knows, its own number."""
+    """The number of the first token that differs, as a range; the cache knows it itself, unless blocks were lost."""
     said = _DIVERGED.fullmatch(record.reason or "")
     matched = int(said[1]) if said else record.matched_tokens
-    known = said or record.reason == "never seen"  # the last: what was held ended there
-    if near is None or record.reason is None or most < matched or (known and matched >= least):
+    if near is None or said or record.reason in (None, "never seen") or most < matched:
         return matched, matched
     return least, most
 
@@ -232,6 +232,10 @@ def _cause(record: Record, near: Record | None, token: int, latest: int, gone: S
         return "evicted", _last_gone(gone)
     if near is None and record.matched_tokens < BLOCK_TOKENS:
         return "new text", "no earlier request is known that shares a block, a message or a tool"
+    if near is not None and (least := shared(record, near)[0]) >= token + BLOCK_TOKENS:
+        return "not held", f"both prompts share {least} tokens or more, and {token} were held"
+    if near is not None and reason == "never seen":
+        return "new text", "what is held of the earlier prompt and its reply ends here"
     if mine is None or other is None or mine.key != other.key:
         return "unknown", f"the cache says: {reason}"
     return compare(mine, other, token, latest)

@@ -110,7 +110,7 @@ def test_the_verdict_begins_with_the_share_and_names_the_greatest_loss():
     found = log.summary()
     first, second, third = verdict(found, find_trouble(found, set()))
     assert first.startswith("41% of 1,100 prompt tokens were reused")
-    assert "evicted (599 tokens in 1 requests)" in second
+    assert "evicted (599 tokens in 1 request)" in second
     assert "599 tokens, thrash" in third
     assert "--hot" in third
 

@@ -222,6 +222,21 @@ def test_a_block_forgotten_long_ago_is_known_from_the_log():
     assert explain(record(ASK(CHAT), reason="never seen"), [], gone).cause == "evicted"
 
 
+def test_a_conversation_that_goes_on_behind_what_is_held_is_new_text():
+    """The last token of a reply is never held: it was not run through the model."""
+    before, now = ASK(CHAT[:2], reply=SAID), ASK(CHAT)
+    held = len(before.tokens) - 1
+    found = Record(**{**vars(record(now, reason="never seen")), "matched_tokens": held})
+    assert explain(found, [record(before, name="before")]).cause == "new text"
+
+
+def test_what_two_prompts_share_and_neither_tier_holds_is_called_so():
+    before, now = ASK(CHAT), ASK([*CHAT, {"role": "assistant", "content": "Up."}, {"role": "user", "content": "Far?"}])
+    found = Record(**{**vars(record(now, reason="never seen")), "matched_tokens": 64})
+    said = explain(found, [record(before, name="before")])
+    assert (said.cause, said.token) == ("not held", 64)
+
+
 def test_a_prompt_reused_to_its_last_token_has_nothing_to_explain():
     asked = ASK(CHAT)
     found = explain(record(asked, asked), [record(asked, name="before")])

@@ -182,7 +182,7 @@ def test_the_html_page_is_whole_self_contained_and_has_its_plots(ask, day, tmp_p
     ask("log", "export", day, "--html", tmp_path / "r.html")
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
     page = Page(text)
-    assert page.tags["svg"] == 3
+    assert page.tags["svg"] in (2, 3)  # without a reuse there is no distance
     assert page.tags["rect"] > 20
     assert not {"script", "link", "img", "iframe"} & page.tags.keys()
     assert [value for name, value in page.attributes if name in ("src", "href")] == []

@@ -86,7 +86,9 @@ def blocks(
             table.add(event)
     most = (0 if as_json else SHOWN_BLOCKS) if top is None else top
     rows = [row.to_fields() for row in table.chosen(chain=chain, sort=sort, top=most)]
-    output.result(blocks_table(rows) if rows else "No blocks in this log.", blocks=rows, count=len(table.rows))
+    output.result(
+        blocks_table(rows, output.width) if rows else "No blocks in this log.", blocks=rows, count=len(table.rows)
+    )
     if not as_json and len(rows) < len(table.rows) and chain is None:
         output.say(f"{len(table.rows) - len(rows):,} more; --top 0 shows all.", "dim")
 
@@ -115,7 +117,7 @@ def requests(
             if event.event == "request":
                 count += 1
                 kept.append(event)
-    shown = requests_table(list(kept)) if kept else "No requests in this log."
+    shown = requests_table(list(kept), output.width) if kept else "No requests in this log."
     output.result(shown, requests=[_plain(event) for event in kept], count=count)
     if not as_json and len(kept) < count:
         output.say(f"{count - len(kept):,} earlier; --last 0 shows all.", "dim")
