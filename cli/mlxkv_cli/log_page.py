@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -15,7 +15,9 @@ from mlxkv.blocklog.readers import LogReader
 from mlxkv.blocklog.summary import Summary
 from mlxkv.blocklog.verdict import Trouble, counted
 from mlxkv.blocklog.why import Divergence
+from mlxkv.cache.names import BLOCK_TOKENS
 from mlxkv.core.units import KIB, format_bytes, format_seconds
+from mlxkv_cli.output import printable
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 30
@@ -68,7 +70,7 @@ def summary_page(
             step = format_seconds(found.bins.step_s)
             parts += [f"tokens reused over time  {sparkline(found.bins.hits())}  ({step} a step)", ""]
         parts += [table for table in (_reasons(found), _causes(found), _ttft(found)) if table is not None]
-    parts += [*_blocks(found, exact), *_tiers(found)]
+    parts.append(_pairs(_blocks(found, exact)))
     if trouble:
         parts += ["", Text("trouble", "bold")]
         parts += [_listed(f"{each.name}: {each.seen}. {each.advice}") for each in trouble]
@@ -77,7 +79,7 @@ def summary_page(
 
 
 def _listed(text: str) -> Padding:
-    return Padding(Text(text), (0, 0, 0, 2))
+    return Padding(Text(printable(text)), (0, 0, 0, 2))
 
 
 def _head(found: Summary, reader: LogReader) -> Text:
@@ -93,7 +95,7 @@ def _head(found: Summary, reader: LogReader) -> Text:
             lines.append(f"{count:,} {what}")
     if reader.read.duplicates:
         lines.append(f"{len(reader.read.duplicates)} files given twice")
-    return Text("; ".join(part for part in said if part) + "\n" + ", ".join(lines))
+    return Text(printable("; ".join(part for part in said if part)) + "\n" + ", ".join(lines))
 
 
 def _short(time: str | None) -> str:
@@ -139,7 +141,7 @@ def _reasons(found: Summary) -> Group | None:
         return None
     table = _table("stopped matching because", _right("requests"), _right("tokens lost"))
     for reason, each in lost[:10]:
-        table.add_row(f"  {reason}", f"{each.requests:,}", f"{each.tokens:,}")
+        table.add_row(f"  {printable(reason)}", f"{each.requests:,}", f"{each.tokens:,}")
     return Group(table, "")
 
 
@@ -163,52 +165,49 @@ def _ttft(found: Summary) -> Group | None:
     return Group(table, "")
 
 
-def _blocks(found: Summary, exact: Mapping[str, int]) -> Iterator[RenderableType]:
-    parts = [f"committed {found.committed_blocks:,}"]
-    parts += [f"{count:,} {what}" for count, what in (
-        (found.committed_tails, "tails"), (found.committed_checkpoints, "checkpoints"), (found.restores, "restores"),
-        (found.quarantined_blocks, "quarantined"),
-    ) if count]  # fmt: skip
-    parts += [f"evicted {count:,} {tier}" for tier, count in sorted(found.evicted_blocks.items())]
-    yield Text("blocks   " + ", ".join(parts))
-    if found.written_blocks:
-        times = found.write_amplification
-        yield Text(
-            f"written  {found.written_blocks:,} blocks, {format_bytes(found.written_bytes)};"
-            f" each byte {times:.2f} times" if times is not None else f"written  {found.written_blocks:,} blocks"
-        )  # fmt: skip
+def _blocks(found: Summary, exact: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    counts = (
+        (found.committed_tails, "tail"), (found.committed_checkpoints, "checkpoint"), (found.restores, "restore"),
+        (found.quarantined_blocks, "set aside"),
+    )  # fmt: skip
+    parts = [f"{found.committed_blocks:,} committed"]
+    parts += [counted(count, what) if what != "set aside" else f"{count:,} {what}" for count, what in counts if count]
+    parts += [f"{count:,} evicted ({tier})" for tier, count in sorted(found.evicted_blocks.items())]
+    yield "blocks", ", ".join(parts)
+    if found.write_amplification is not None:
+        size, times = format_bytes(found.written_bytes), found.write_amplification
+        yield "written", f"{counted(found.written_blocks, 'block')}, {size}; each byte {times:.2f} times"
     for model, sizes in found.block_bytes.items():
-        size, count = sizes.most_common(1)[0]
-        said = f"size     {size / KIB:,.2f} KB a block of 64 tokens, {model} ({count:,} blocks)"
-        if model in exact:
-            same = size == exact[model]
-            said += (
-                "; exact"
-                if same
-                else f"; {exact[model] / KIB:,.2f} KB in 2-byte numbers, {size / exact[model]:.2f} times"
-            )
-        yield Text(said)
+        size_bytes, count = sizes.most_common(1)[0]
+        said = f"{size_bytes / KIB:,.2f} KB a block of 64 tokens, {model} ({counted(count, 'block')})"
+        if model in exact and size_bytes == exact[model]:
+            said += "; the model's exact value"
+        elif model in exact:
+            said += f"; {size_bytes / exact[model]:.2f} times the {exact[model] / KIB:,.2f} KB of 2-byte numbers"
+        yield "size", said
     for each in found.geometry:
         kv = each.layers if each.kv_layers is None else each.kv_layers
-        right = each.block64_bytes == each.exact_bytes
-        yield Text(
-            f"size     the log says {each.block64_bytes / KIB:,.2f} KB per 64-token block;"
-            f" {kv} layers with KV, {each.kv_heads} heads x {each.head_dim}:"
-            f" {'exact' if right else f'{each.exact_bytes / KIB:,.2f} KB'}"
-        )
-    if found.block_tokens is not None and found.block_tokens != 64:
-        yield Text(f"size     the server's own blocks have {found.block_tokens:,} tokens")
+        exactly = "exact" if each.block64_bytes == each.exact_bytes else f"{each.exact_bytes / KIB:,.2f} KB"
+        said = f"the log says {each.block64_bytes / KIB:,.2f} KB per 64-token block;"
+        yield "size", f"{said} {kv} layers with KV, {each.kv_heads} heads x {each.head_dim}: {exactly}"
+    if found.block_tokens not in (None, BLOCK_TOKENS):
+        yield "size", f"the server's own blocks have {found.block_tokens:,} tokens"
     if found.unstored_tokens:
-        yield Text(f"tails    {found.unstored_tokens:,} tokens were not stored: they fill no block")
+        yield "tails", f"{found.unstored_tokens:,} tokens were not stored: they fill no block"
     if found.scans:
-        yield Text("scan     " + ", ".join(f"{name} {count:,}" for name, count in found.scans.items()))
-
-
-def _tiers(found: Summary) -> Iterator[RenderableType]:
+        yield "scan", ", ".join(f"{name} {count:,}" for name, count in found.scans.items())
     for name, tier in sorted(found.tiers.items(), reverse=True):
         budget = "budget not logged" if tier.budget_bytes is None else f"of {format_bytes(tier.budget_bytes)}"
         fill = f" ({_share(tier.peak_bytes, tier.budget_bytes)})" if tier.budget_bytes else ""
-        yield Text(f"{name:<9}{'off' if tier.off else f'at most {format_bytes(tier.peak_bytes)} {budget}{fill}'}")
+        yield name, "off" if tier.off else f"{format_bytes(tier.peak_bytes)} {budget}{fill} at the fullest"
+
+
+def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
+    """Names and what is said of them, folded beside the name."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for name, said in rows:
+        grid.add_row(printable(name), printable(said))
+    return grid
 
 
 def requests_table(events: Sequence[Event], width: int) -> Table:
@@ -217,7 +216,7 @@ def requests_table(events: Sequence[Event], width: int) -> Table:
         table = _table(_name("request"), *map(_right, ("prompt", "reused", "computed")), "stopped matching")
         for event in events:
             known = (event.prompt_tokens, event.hit_tokens, event.computed_tokens)
-            table.add_row(event.request or "", *map(_number, known), _stopped(event))
+            table.add_row(printable(event.request or ""), *map(_number, known), _stopped(event))
         return table
     titles = ("prompt", "hot", "cold", "computed", "first")
     table = _table("time", _name("request"), *map(_right, titles), "stopped matching")
@@ -225,7 +224,9 @@ def requests_table(events: Sequence[Event], width: int) -> Table:
         hot = event.hot_tokens if event.hot_tokens is not None else event.reused_tokens
         numbers = (event.prompt_tokens, hot, event.cold_tokens, event.computed_tokens)
         first = "" if event.ttft_s is None else format_seconds(event.ttft_s)
-        table.add_row((event.time or "")[11:19], event.request or "", *map(_number, numbers), first, _stopped(event))
+        table.add_row(
+            (event.time or "")[11:19], printable(event.request or ""), *map(_number, numbers), first, _stopped(event)
+        )
     return table
 
 
@@ -234,7 +235,7 @@ def _number(count: int | None) -> str:
 
 
 def _stopped(event: Event) -> str:
-    return ("" if event.finished else "unfinished; ") + (event.reason or "")
+    return ("" if event.finished else "unfinished; ") + printable(event.reason or "")
 
 
 def why_page(found: Divergence, words: tuple[str, str, str] | None) -> RenderableType:
@@ -243,19 +244,20 @@ def why_page(found: Divergence, words: tuple[str, str, str] | None) -> Renderabl
     where = {"tools": "in the tools", "end": "behind the last message", "reply": "in the reply", None: ""}.get(
         found.role, f"in message {found.index} ({found.role})"
     )
-    lines = [
-        f"request     {found.request}",
-        f"nearest     {found.nearest or 'no earlier request is known to share anything'}"
-        + (f" of {_short(found.nearest_time)}" if found.nearest_time else ""),
-        f"differs at  {place}{', ' + where if where else ''}; {found.lost_tokens:,} tokens computed from there",
-        f"cause       {found.cause}: {found.detail}",
+    nearest = found.nearest or "no earlier request is known to share anything"
+    rows = [
+        ("request", found.request),
+        ("nearest", nearest + (f" of {_short(found.nearest_time)}" if found.nearest_time else "")),
+        ("differs at", f"{place}{', ' + where if where else ''}; {found.lost_tokens:,} tokens computed from there"),
+        ("cause", f"{found.cause}: {found.detail}"),
     ]
     if found.advice:
-        lines.append(f"advice      {found.advice}")
+        rows.append(("advice", found.advice))
+    parts: list[RenderableType] = [_pairs(rows)]
     if words is not None:
         before, now, then = (repr(text)[1:-1] for text in words)
-        lines += ["", f"...{before}", f"  now:     {now}", f"  before:  {then}"]
-    return Text("\n".join(lines))
+        parts += ["", _pairs([("", f"...{before}"), ("now", now), ("before", then)])]
+    return Group(*parts)
 
 
 def blocks_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
@@ -265,8 +267,7 @@ def blocks_table(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
     table = _table(_name("block"), _name("chain"), *map(_right, titles))
     for row in rows:
         more = ((row["born"] or "")[11:19], (row["last_used"] or "")[11:19], f"{row['written_bytes'] / KIB:,.0f}")
-        table.add_row(
-            row["block"][:12], f"{row['chain'][:8]} {row['index']}", str(row["tokens"]), f"{row['bytes'] / KIB:,.0f}",
-            row["tier"] or "gone", f"{row['hits']:,}", *(more if roomy else ()),
-        )  # fmt: skip
+        names = (printable(row["block"][:12]), f"{printable(row['chain'][:8])} {row['index']}")
+        sizes = (str(row["tokens"]), f"{row['bytes'] / KIB:,.0f}")
+        table.add_row(*names, *sizes, row["tier"] or "gone", f"{row['hits']:,}", *(more if roomy else ()))
     return table

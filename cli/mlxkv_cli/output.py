@@ -62,13 +62,13 @@ class Output:
         """A result that is a table: `Column("KiB", justify="right")` for numbers. Not folded when piped."""
         table = Table(*columns, box=None, pad_edge=False, header_style="bold")
         for row in rows:
-            table.add_row(*(_printable(cell) if self._out.is_terminal else cell for cell in row))
+            table.add_row(*(printable(cell) if self._out.is_terminal else cell for cell in row))
         self.result(table, **fields)
 
     def write(self, piece: str) -> None:
         """A piece of an answer that is still growing, at once and without a new line; nothing with `--json`."""
         if not self.json:
-            sys.stdout.write(_printable(piece) if self._out.is_terminal else piece)
+            sys.stdout.write(printable(piece) if self._out.is_terminal else piece)
             sys.stdout.flush()
 
     def say(self, text: str, style: str = "") -> None:
@@ -89,7 +89,7 @@ class Output:
             return
         if not self.interactive:
             raise UsageError(f"{question} There is no terminal to answer on; to go ahead, add --yes")
-        if not typer.confirm(_printable(question), err=True):
+        if not typer.confirm(printable(question), err=True):
             self.say("Nothing was changed.")
             raise typer.Exit(1)
 
@@ -101,18 +101,18 @@ class Output:
         """
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
         with Progress(*columns, console=self._err, transient=True, disable=not self._err.is_terminal) as bar:
-            task = bar.add_task(_printable(what), total=total)
+            task = bar.add_task(printable(what), total=total)
             yield lambda amount: bar.advance(task, amount)
 
 
 def _print_text(console: Console, text: str, style: str = "") -> None:
-    console.print(_printable(text) if console.is_terminal else text, style=style, soft_wrap=True)
+    console.print(printable(text) if console.is_terminal else text, style=style, soft_wrap=True)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     r"""The text with control characters spelled out, so that it cannot steer a terminal.
 
-    >>> _printable("one\n\ttwo\x1b[2J")
+    >>> printable("one\n\ttwo\x1b[2J")
     'one\n\ttwo\\x1b[2J'
     """
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -65,13 +66,19 @@ def test_json_has_the_documented_fields(command, arguments, ask, day):
     assert set(JSON_FIELDS[command]) <= found.keys() <= documented(command)
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-@pytest.mark.parametrize("verb", ["summary", "blocks", "requests"])
-def test_every_line_of_a_page_fits_the_terminal(verb, width, day):
-    command = f"stty cols {width}; COLUMNS={width} {sys.executable} -m mlxkv_cli.main log {verb} {day}"
-    done = subprocess.run(["script", "-qec", command, "/dev/null"], capture_output=True, text=True, check=True)
-    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).rstrip("\r") for line in done.stdout.split("\n")]
-    assert len(lines) > 5
+def on_a_terminal(commands, width, **environment):
+    """What some commands print one after the other on a terminal of that width."""
+    code = f"from mlxkv_cli.main import run\nfor command in {commands!r}: assert run(command) == 0, command"
+    environment = os.environ | {"COLUMNS": str(width)} | environment
+    command = ["script", "-qec", f"stty cols {width}; {sys.executable} -c {shlex.quote(code)}", "/dev/null"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_every_line_of_a_page_fits_the_terminal(width, day):
+    shown = on_a_terminal([["log", verb, str(day)] for verb in ("summary", "blocks", "requests")], width)
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line).rstrip("\r") for line in shown.split("\n")]
+    assert len(lines) > 60
     assert max(len(line.rpartition("\r")[2]) for line in lines) <= width
 
 
@@ -242,3 +249,17 @@ def test_a_sparkline_has_the_height_of_its_values():
     assert sparkline([0, 1, 2, 4]) == "▁▃▅█"
     assert sparkline([]) == ""
     assert len(sparkline(list(range(1000)), width=30)) <= 30
+
+
+def test_what_a_log_says_cannot_steer_the_terminal(tmp_path):
+    log = (
+        Script()
+        .request(300, model="\x1b[2Jm", request="\x1b]0;x\x07r", reason="\x1b[31mred")
+        .block("a", model="\x1b[2J")
+    )
+    (tmp_path / "log").write_text(log.text(), encoding="utf-8")
+    commands = [["log", *arguments, str(tmp_path / "log")] for arguments in (["summary"], ["requests"], ["blocks"])]
+    shown = on_a_terminal([*commands, ["log", "request", "\x1b]0;x\x07r", str(tmp_path / "log")]], 100, NO_COLOR="1")
+    assert "\\x1b[2J" in shown
+    for code in ("\x1b[2J", "\x1b]0;", "\x1b[31m"):
+        assert code not in shown

@@ -56,8 +56,8 @@ def test_the_words_are_shown_only_when_asked_and_only_when_they_are_there(log, c
     assert "09:1" not in capsys.readouterr().out
     assert run(["why", path, "later", "--text"]) == 0
     out = capsys.readouterr().out
-    assert "now:     6. You" in out
-    assert "before:  5. You" in out
+    assert "now     6. You" in out
+    assert "before  5. You" in out
     assert run(["why", log(two(text=False)), "later", "--text"]) == 0
     assert "--log-text" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from mlxkv.core.errors import UsageError
 from mlxkv_cli.options import Json
-from mlxkv_cli.output import Output
+from mlxkv_cli.output import Output, printable
 
 if TYPE_CHECKING:
     from mlxkv.blocklog.lint import Report, Turn
@@ -101,4 +101,4 @@ def _page(report: Report, *, text: bool) -> RenderableType:
 
 def _words(turn: Turn, words: tuple[str, str, str]) -> Text:
     before, now, then = (repr(piece)[1:-1] for piece in words)
-    return Text(f"line {turn.line}: ...{before}\n  now:     {now}\n  before:  {then}")
+    return Text(printable(f"line {turn.line}: ...{before}\n  now:     {now}\n  before:  {then}"))
