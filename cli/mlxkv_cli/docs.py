@@ -142,7 +142,7 @@ JSON_FIELDS: dict[str, dict[str, str]] = {
         "role": "what that token is in: a message's role, or `tools`, `end`, `reply`; beside it `index`, the message's"
         " place",
         "cause": "the likely cause; beside it `detail`, what was seen, and `advice`, what to change",
-        "lost_tokens": "prompt tokens from there on",
+        "matched_tokens": "where matching stopped; beside it `lost_tokens`, the prompt tokens computed from there",
         "words": "only with `--text`: the text before, how this prompt goes on, how the nearest does",
     },
     "lint": {

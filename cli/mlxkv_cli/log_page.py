@@ -241,6 +241,8 @@ def _stopped(event: Event) -> str:
 def why_page(found: Divergence, words: tuple[str, str, str] | None) -> RenderableType:
     """What `mlxkv why` says of one request."""
     place = f"token {found.token:,}" if found.exact else f"between token {found.token:,} and {found.latest_token:,}"
+    if found.nearest is not None and found.token >= found.matched_tokens + found.lost_tokens:
+        place = "no token: an earlier prompt begins with all of this one"
     where = {"tools": "in the tools", "end": "behind the last message", "reply": "in the reply", None: ""}.get(
         found.role, f"in message {found.index} ({found.role})"
     )
@@ -248,7 +250,8 @@ def why_page(found: Divergence, words: tuple[str, str, str] | None) -> Renderabl
     rows = [
         ("request", found.request),
         ("nearest", nearest + (f" of {_short(found.nearest_time)}" if found.nearest_time else "")),
-        ("differs at", f"{place}{', ' + where if where else ''}; {found.lost_tokens:,} tokens computed from there"),
+        ("differs at", place + (f", {where}" if where else "")),
+        ("reused", f"up to token {found.matched_tokens:,}; {counted(found.lost_tokens, 'token')} computed from there"),
         ("cause", f"{found.cause}: {found.detail}"),
     ]
     if found.advice:

@@ -316,10 +316,10 @@ def shared_tokens(a: Outline, b: Outline) -> tuple[int, int]:
     least = common_blocks(a, b) * BLOCK_TOKENS
     most = min(least + BLOCK_TOKENS - 1, a.prompt_tokens, b.parts[-1].end if b.parts else 0)
     for mine, other in zip(a.parts, b.parts, strict=False):
-        if (mine.end, mine.digest) != (other.end, other.digest):
+        if a.key != b.key or mine.role == "reply" or (mine.end, mine.digest) != (other.end, other.digest):
             break
         least = max(least, mine.end)
-    return min(least, most) if a.key != b.key else least, max(most, least)
+    return least, max(most, least)
 
 
 def message_text(message: Mapping[str, Any]) -> str:

@@ -114,15 +114,18 @@ class Divergence:
 
     Attributes:
         nearest: the earlier request whose chain shares most; None when none is known.
-        token: number of the first token that differs; with `exact` False it is in [token, latest_token].
+        matched_tokens: where matching stopped; what comes after it was computed.
+        token: number of the first token that differs; with `exact` False it is in [token, latest_token]. It is the
+            prompt's length when an earlier prompt begins with all of it.
         role, index: the part that token is in: a message's role and place, or `tools`, `end`, `reply`.
         cause, detail, advice: what likely did it, what was seen, and what to change.
-        lost_tokens: prompt tokens from there on.
+        lost_tokens: prompt tokens that were computed.
     """
 
     request: str
     nearest: str | None
     nearest_time: str | None
+    matched_tokens: int
     token: int
     latest_token: int
     exact: bool
@@ -149,6 +152,7 @@ def explain(record: Record, earlier: Iterable[Record], gone: Sequence[Gone] = ()
         request=record.request,
         nearest=near.request if near else None,
         nearest_time=near.time if near else None,
+        matched_tokens=record.matched_tokens,
         token=token,
         latest_token=latest,
         exact=token == latest,
@@ -157,7 +161,7 @@ def explain(record: Record, earlier: Iterable[Record], gone: Sequence[Gone] = ()
         cause=cause,
         detail=detail,
         advice=ADVICE[cause],
-        lost_tokens=max(record.prompt_tokens - token, 0),
+        lost_tokens=max(record.prompt_tokens - record.matched_tokens, 0),
     )
 
 
