@@ -132,6 +132,7 @@ def icicle(rows: Iterable[BlockRow]) -> Chart:
     for run in _deepest_first(runs):
         run.leaves = sum(each.leaves for each in run.after) or 1
     runs.sort(key=lambda run: (-run.leaves, -len(run.rows)))
+    del runs[int(WIDTH / NARROWEST) :]
     boxes, shown, deepest = _draw(runs)
     row_height = 14.0
     drawn = tuple(
