@@ -85,7 +85,7 @@ def test_a_very_long_chain_and_very_many_are_drawn_without_recursion():
     log = Script()
     parent = ROOT
     for index in range(3000):
-        name = f"{index:064x}"
+        name = f"{index + 1:064x}"
         log.add("commit", block=name, parent=parent, index=index, tokens=64, bytes=1, request="r1")
         parent = name
     for index in range(3000):
