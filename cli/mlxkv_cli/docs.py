@@ -97,6 +97,62 @@ JSON_FIELDS: dict[str, dict[str, str]] = {
         "freed_bytes": "their physical bytes",
         "dry_run": "whether `--dry-run` was given",
     },
+    "log summary": {
+        "requests": "requests in the log; `unfinished_requests`, `unknown_requests` (the log does not say what they"
+        " reused) and `short_requests` (under a block) are among them",
+        "prompt_tokens": "of all requests: `hot_tokens` + `cold_tokens` + `untiered_tokens` (reused, no tier named)"
+        " + `computed_tokens` + `unknown_tokens`; `tail_tokens` are part of `hot_tokens`",
+        "hit_tokens": "prompt tokens that were not computed; `hit_share` of those whose reuse is known",
+        "looked_up_tokens": "prompt tokens an index found, also where they could not be restored",
+        "committed_blocks": "blocks published; beside it `committed_tails`, `committed_checkpoints`, `committed_bytes`",
+        "restores": "reads from the SSD; beside it `restored_bytes`",
+        "evicted_blocks": "by tier; beside it `evicted_bytes`, `quarantined_blocks`, `dropped` (blocks by reason)",
+        "written_blocks": "blocks written to the SSD; beside it `written_bytes`, `rewritten_bytes`"
+        " and `write_amplification`, written bytes over those written for the first time",
+        "reasons": "why matching stopped, most tokens first: `reason`, `requests`, `tokens`",
+        "causes": "the likely causes, where outlines tell: `cause`, `requests`, `tokens`",
+        "ttft": "by class (`reused`, `partly reused`, `computed`): `requests`, `median_s`, `p95_s`",
+        "bins": "tokens over time: `start`, `step_s`, and a list each of `hot`, `cold`, `untiered`, `prompt`",
+        "block_bytes": "by model, how many blocks had which bytes; `exact_block_bytes` of models in the catalog",
+        "tiers": "by tier: `budget_bytes`, `held_bytes` at the end, `peak_bytes`, `off`",
+        "geometry": "of oMLX: what it said a block costs, `exact_bytes`, and `counts_all_layers`; `block_tokens`,"
+        " `scans`, `rejects`, `unstored_tokens`, `pressure`, `logged_trouble` are of it too",
+        "sources": "requests by program; beside it `models`, `processes`, `first_time`, `last_time`, `output_tokens`",
+        "lines": "lines read; beside it `unknown_lines`, `continued_lines`, `torn_lines`, `cut_lines`, `duplicates`",
+        "trouble": "one object a thing that is wrong: `name`, `seen`, `advice`, `tokens`",
+        "verdict": "three sentences",
+    },
+    "log blocks": {
+        "blocks": "one object a block: `block`, `chain`, `index`, `tokens`, `bytes`, `model`, `tier` (absent from both:"
+        " null), `born`, `last_used`, `hits`, `written_bytes`, `parent`, `request`",
+        "count": "blocks in the log",
+    },
+    "log requests": {
+        "requests": "one object a request, as in [the block log](block-log.md), and `source`, `finished`",
+        "count": "requests in the log",
+    },
+    "log request": {
+        "request": "its fields; the text only with `--text`",
+        "events": "what was done for it: commits and restores",
+    },
+    "log export": {"written": "one object a file: `file`, `rows`, `bytes`"},
+    "why": {
+        "request": "its id",
+        "nearest": "the earlier request that shares most, or null; beside it `nearest_time`",
+        "token": "number of the first token that differs; when `exact` is false it is from `token` to `latest_token`",
+        "role": "what that token is in: a message's role, or `tools`, `end`, `reply`; beside it `index`, the message's"
+        " place",
+        "cause": "the likely cause; beside it `detail`, what was seen, and `advice`, what to change",
+        "matched_tokens": "where matching stopped; beside it `lost_tokens`, the prompt tokens computed from there",
+        "words": "only with `--text`: the text before, how this prompt goes on, how the nearest does",
+    },
+    "lint": {
+        "turns": "one object a request: `line`, `prompt_tokens`, `reusable_tokens`, `nearest_line`, `broken`, `cause`,"
+        " `detail`, `advice`, `role`, `index`; `words` only with `--text`",
+        "requests": "how many; `broken` of them lost a prefix",
+        "prompt_tokens": "of all requests; beside it `reusable_tokens`",
+        "reusable_share": "of the tokens after the first request; null for one request",
+    },
     "doctor": {
         "versions": "Python and the packages that matter",
         "machine": "CPU, cores, memory, system",

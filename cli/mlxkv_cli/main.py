@@ -20,7 +20,21 @@ import typer.core
 import typer.main
 
 from mlxkv.core.errors import MlxkvError
-from mlxkv_cli.commands import bench, budget, cache, chat, demo, doctor, mlx_lm_server, models, serve, top
+from mlxkv_cli.commands import (
+    bench,
+    budget,
+    cache,
+    chat,
+    demo,
+    doctor,
+    lint,
+    log,
+    mlx_lm_server,
+    models,
+    serve,
+    top,
+    why,
+)
 from mlxkv_cli.options import examples
 from mlxkv_cli.output import Output
 
@@ -106,6 +120,15 @@ app.command(
     epilog=examples("mlxkv mlx-lm-server --model mlx-community/Qwen2.5-0.5B-Instruct-4bit --port 8081"),
 )(mlx_lm_server.mlx_lm_server)
 app.add_typer(cache.app, name="cache")
+app.add_typer(log.app, name="log")
+app.command(
+    epilog=examples("mlxkv why blocks.jsonl 6b1f0c52a9d4", "mlxkv why --url http://127.0.0.1:8000 6b1f0c52a9d4")
+)(why.why)
+app.command(
+    epilog=examples(
+        "mlxkv lint chats.jsonl --model smollm2-135m", "mlxkv lint chats.jsonl --model ./my-model --min 0.8"
+    )
+)(lint.lint)
 app.command(epilog=examples("mlxkv doctor", "mlxkv doctor --json"))(doctor.doctor)
 
 

@@ -63,6 +63,10 @@ Log = Annotated[
     Path | None,
     typer.Option("--log", metavar="FILE", envvar="MLXKV_LOG", parser=_path, help="Add the block log to this file."),
 ]
+LogText = Annotated[
+    bool,
+    typer.Option("--log-text", metavar="", help="Put the prompts' text into the block log too; without it, none is."),
+]
 KvBits = Annotated[
     int | None,
     typer.Option("--kv-bits", metavar="4|8", help="Quantised KV, where mlx-lm can: smaller blocks of their own."),

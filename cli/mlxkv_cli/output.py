@@ -44,6 +44,11 @@ class Output:
         """Whether a person can be asked: both stdin and stderr are terminals."""
         return sys.stdin.isatty() and self._err.is_terminal
 
+    @property
+    def width(self) -> int:
+        """Columns there are for an answer: the terminal's, or as many as one likes in a pipe."""
+        return self._out.width
+
     def result(self, shown: RenderableType, /, **fields: object) -> None:
         """The command's answer: `shown` for a person, or with `--json` the fields as one object. Call it once."""
         if self.json:
@@ -57,13 +62,13 @@ class Output:
         """A result that is a table: `Column("KiB", justify="right")` for numbers. Not folded when piped."""
         table = Table(*columns, box=None, pad_edge=False, header_style="bold")
         for row in rows:
-            table.add_row(*(_printable(cell) if self._out.is_terminal else cell for cell in row))
+            table.add_row(*(printable(cell) if self._out.is_terminal else cell for cell in row))
         self.result(table, **fields)
 
     def write(self, piece: str) -> None:
         """A piece of an answer that is still growing, at once and without a new line; nothing with `--json`."""
         if not self.json:
-            sys.stdout.write(_printable(piece) if self._out.is_terminal else piece)
+            sys.stdout.write(printable(piece) if self._out.is_terminal else piece)
             sys.stdout.flush()
 
     def say(self, text: str, style: str = "") -> None:
@@ -84,7 +89,7 @@ class Output:
             return
         if not self.interactive:
             raise UsageError(f"{question} There is no terminal to answer on; to go ahead, add --yes")
-        if not typer.confirm(_printable(question), err=True):
+        if not typer.confirm(printable(question), err=True):
             self.say("Nothing was changed.")
             raise typer.Exit(1)
 
@@ -96,7 +101,7 @@ class Output:
         """
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
         with Progress(*columns, console=self._err, transient=True, disable=not self._err.is_terminal) as bar:
-            task = bar.add_task(_printable(what), total=total)
+            task = bar.add_task(printable(what), total=total)
             yield lambda amount: bar.advance(task, amount)
 
     @contextmanager
@@ -117,7 +122,7 @@ class Output:
             def update(told: Sequence[tuple[str, int, int]]) -> None:
                 for request, done, total in told:
                     if request not in tasks:
-                        tasks[request] = bars.add_task(_printable(request), total=total)
+                        tasks[request] = bars.add_task(printable(request), total=total)
                     bars.update(tasks[request], completed=done)
                 for request in tasks.keys() - {request for request, _, _ in told}:
                     bars.remove_task(tasks.pop(request))
@@ -131,13 +136,13 @@ class Output:
 
 
 def _print_text(console: Console, text: str, style: str = "") -> None:
-    console.print(_printable(text) if console.is_terminal else text, style=style, soft_wrap=True)
+    console.print(printable(text) if console.is_terminal else text, style=style, soft_wrap=True)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     r"""The text with control characters spelled out, so that it cannot steer a terminal.
 
-    >>> _printable("one\n\ttwo\x1b[2J")
+    >>> printable("one\n\ttwo\x1b[2J")
     'one\n\ttwo\\x1b[2J'
     """
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -1,4 +1,6 @@
-"""The block log: one JSON object a line for everything that happened to a block or a request. Never prompt text.
+"""The block log: one JSON object a line for everything that happened to a block or a request.
+
+Prompt text is in it only where the user asked for it.
 
 The schema is the two dataclasses below and `docs/block-log.md`. A field that does not apply is left out of the line.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
 from logging.handlers import RotatingFileHandler
@@ -51,7 +53,8 @@ class RequestEvent:
     """One request, told once it ended: prompt_tokens = hot + cold + computed; tail_tokens are part of hot_tokens.
 
     `matched_tokens` is where matching stopped and `reason` why; None when all but the last token was held.
-    `request` is unique within the process. `ttft_s` is the time to the first token.
+    `request` is unique within the process. `ttft_s` is the time to the first token. `outline` is what
+    `blocklog.outline` made of the prompt; `text` is the prompt itself, only when the user asked for it.
     """
 
     event: Literal["request"] = "request"
@@ -69,6 +72,8 @@ class RequestEvent:
     ttft_s: float | None
     output_tokens: int
     reason: str | None
+    outline: Mapping[str, object] | None = None
+    text: str | None = None
 
 
 def as_fields(event: BlockEvent | RequestEvent) -> dict[str, object]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
+from mlxkv.blocklog.outline import Outliner, load_key
 from mlxkv.cache.block_log import RequestEvent
 from mlxkv.core.errors import MlxkvError, UsageError
 from mlxkv.engine.generate import Progress, generate
-from mlxkv.models.block_cache import BlockCache
+from mlxkv.models.block_cache import BlockCache, CachedSequence
 from mlxkv.models.chat import render, system_tokens
 from mlxkv.models.loader import LoadedModel
 
@@ -39,11 +40,16 @@ class Sampling:
 class Chat:
     """Owner: the thread that owns MLX. After each reply, `event` is its request event."""
 
-    def __init__(self, model: LoadedModel, cache: BlockCache, *, system: str | None = None) -> None:
+    def __init__(
+        self, model: LoadedModel, cache: BlockCache, *, system: str | None = None, log_text: bool = False
+    ) -> None:
+        """Begin with a system message, if any; `log_text` puts the prompts into the block log."""
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self.event: RequestEvent | None = None
         self._model = model
         self._cache = cache
+        self._log_text = log_text
+        self._outliner = Outliner(model.tokenizer, key=load_key()) if cache.store.config.log is not None else None
 
     def reply(self, text: str, sampling: Sampling, *, on_progress: Progress | None = None) -> Iterator[str]:
         """Yield the reply to `text` in pieces that are whole characters.
@@ -73,6 +79,7 @@ class Chat:
             marks=(system_tokens(self._model.tokenizer, self.messages, prompt),),
             on_progress=on_progress,
         )
+        self._describe(generation.sequence, prompt)
         said = ""
         try:
             detokenizer = self._model.tokenizer.detokenizer
@@ -89,6 +96,14 @@ class Chat:
         finally:
             self.event = generation.close()
             self.messages.append({"role": "assistant", "content": said})
+
+    def _describe(self, sequence: CachedSequence, prompt: Sequence[int]) -> None:
+        """What the block log says of the prompt, where there is a log."""
+        if self._outliner is None:
+            return
+        outliner, outline = self._outliner, self._outliner.outline(prompt, self.messages)
+        sequence.describe = lambda reply: outliner.with_reply(outline, reply).to_fields()
+        sequence.text = outliner.text(prompt) if self._log_text else None
 
     def _room(self, prompt_tokens: int, wanted: int) -> int:
         """How many tokens a reply may have."""

@@ -379,6 +379,8 @@ class Engine:
         sequence = self.cache.start(
             request.prompt, salt=request.salt, marks=request.marks, keep=request.store, wait=False, request=request.id
         )
+        if request.record is not None:
+            sequence.describe, sequence.text = request.record.outline, request.record.text
         return _Live(asked, self.need_bytes(request), sequence, text, sampler)
 
     def _prefill(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -51,6 +51,14 @@ Processor = Callable[[Any, Any], Any]
 """One of mlx-lm's logits processors: (tokens so far, logits [1, V]) -> logits."""
 
 
+@dataclass(frozen=True)
+class Record:
+    """What a request's record in the block log says of its prompt: `outline` is made once the reply is known."""
+
+    outline: Callable[[Sequence[int]], Mapping[str, object]]
+    text: str | None = field(default=None, repr=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One sequence to generate.
@@ -66,6 +74,7 @@ class Request:
         marks: lengths of prefixes that other prompts may share.
         initial: the state the reply begins in, see `ReplyText`; None for plain text.
         tools: whether calls of tools are told apart from text.
+        record: for the block log.
         processors: makes more logits processors, one set for this sequence alone, on the engine's thread.
     """
 
@@ -80,6 +89,7 @@ class Request:
     marks: tuple[int, ...] = ()
     initial: str | None = None
     tools: bool = False
+    record: Record | None = None
     processors: Callable[[], list[Processor]] | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 

@@ -315,7 +315,8 @@ class BlockCache:
 class CachedSequence:
     """One request: what was restored for it, and what it commits. Owner: the thread that owns MLX.
 
-    `source` is where its blocks are cut out of: its own prompt cache, or its row once it joined a batch.
+    `source` is where its blocks are cut out of: its own prompt cache, or its row once it joined a batch. When it
+    finishes, `describe` makes the outline in its record from the reply's tokens; `text` goes there as it is.
     """
 
     def __init__(
@@ -333,10 +334,12 @@ class CachedSequence:
         self.plan = cache.store.plan(root, packed)
         self.prompt_tokens = len(packed) // TOKEN_BYTES
         self.first_token_s: float | None = None
+        self.describe: Callable[[Sequence[int]], Mapping[str, object]] | None = None
+        self.text: str | None = None
         self._cache = cache
         self._root = root
         self._event: RequestEvent | None = None
-        self._output_tokens = 0
+        self._reply: list[int] = []
         self._adapter = cache._adapter
         self.held = 0
         self.prompt_cache: PromptCache
@@ -430,7 +433,7 @@ class CachedSequence:
 
     def extend(self, token: int) -> None:
         """One more token of the sequence: sampled, and fed to the model next."""
-        self._output_tokens += 1
+        self._reply.append(token)
         if self._committer is not None:
             self._committer.extend(token)
 
@@ -477,8 +480,10 @@ class CachedSequence:
             restored_bytes=self.restored_bytes,
             restore_s=round(self.restore_s, 6),
             ttft_s=None if self.first_token_s is None else round(self.first_token_s, 6),
-            output_tokens=self._output_tokens,
+            output_tokens=len(self._reply),
             reason=self.plan.reason,
+            outline=self.describe(self._reply) if self.describe else None,
+            text=self.text,
         )
 
 

@@ -29,11 +29,18 @@ def system_tokens(tokenizer: Any, messages: Sequence[Message], prompt: Sequence[
     )
 
 
-def render(tokenizer: Any, messages: Sequence[Message], **template: Any) -> list[int]:
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    options: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Token ids of a conversation, ending where the model's reply begins. No token is added that the template lacks.
 
     Args:
-        template: more of the template's own variables, such as `tools`.
+        tools: as the OpenAI API has them.
+        options: what else the template is given, such as `enable_thinking`.
 
     Raises:
         ModelError: the model has no chat template.
@@ -42,7 +49,9 @@ def render(tokenizer: Any, messages: Sequence[Message], **template: Any) -> list
     if not tokenizer.has_chat_template:
         raise ModelError("this model has no chat template; choose an instruct or chat version of it.")
     try:
-        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **template)
+        ids = tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, add_generation_prompt=True, **(options or {})
+        )
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise UsageError(f"the chat template refuses these messages ({error}); check roles and their order.") from error
     return [int(token) for token in ids]

@@ -33,6 +33,7 @@ from mlxkv.models.gguf_header import (
     tensor_names,
     unusable,
 )
+from mlxkv.models.pieces import byte_alphabet
 
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_BYTES = 98_362_432
@@ -112,13 +113,6 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
-def _byte_alphabet() -> dict[int, int]:
-    """Code point -> byte in GPT-2's alphabet: printable Latin-1 stands for itself, the rest from U+0100 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: byte for byte in printable} | {256 + i: byte for i, byte in enumerate(others)}
 
 
 class ByteDetokenizer:
@@ -277,7 +271,7 @@ def _byte_level(header: Header, vocabulary: dict[str, int]) -> Tokenizer:
 def byte_level_pieces(tokens: list[str]) -> list[bytes]:
     """The bytes of each token; with a character outside the alphabet it stands for itself, as in `tokenizers`."""
     outside = 0xFFFF
-    alphabet = {code: outside for code in range(256)} | _byte_alphabet()
+    alphabet = {code: outside for code in range(256)} | byte_alphabet()
 
     def piece(token: str) -> bytes:
         try:

@@ -15,6 +15,7 @@ from mlxkv.core.config import default_hot_bytes
 from mlxkv.core.errors import ModelError, ModelNotFoundError
 from mlxkv.core.platform import default_cache_dir, keep_open_files_limit
 from mlxkv.models.config import context_window, read_config
+from mlxkv.models.detokenizer import keep_every_byte
 from mlxkv.models.fingerprint import (
     FORMAT,
     config_digest,
@@ -24,7 +25,6 @@ from mlxkv.models.fingerprint import (
     tokenizer_digest,
 )
 from mlxkv.models.gguf import find_demo_gguf, load_gguf, tokenizer_from_gguf
-from mlxkv.models.pieces import keep_every_byte
 
 with keep_open_files_limit():
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled

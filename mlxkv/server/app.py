@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
+from mlxkv.blocklog.outline import Outliner, load_key
 from mlxkv.engine.engine import Engine, EngineStoppedError
 from mlxkv.engine.request import Finished, Piece, Started, TokenLogprob
 from mlxkv.engine.request import Request as EngineRequest
@@ -82,6 +83,7 @@ class _Routes:
         self._settings = settings
         self._metrics = metrics
         self._started = time.time()
+        self._outliner = Outliner(engine.model.tokenizer, key=load_key())
 
     # OpenAI
 
@@ -95,7 +97,7 @@ class _Routes:
         wish = openai.chat_wish(body, self._settings, model, request.scope.get(SALT))
         template = body.chat_template_kwargs or {}
         requests = await to_thread.run_sync(
-            chat_requests, model, self._settings, messages, tools, template, wish
+            chat_requests, model, self._settings, messages, tools, template, wish, self._outliner
         )  # fmt: skip
         call = Call(self._engine, requests)
         choices = [
@@ -209,7 +211,8 @@ class _Routes:
         tools = anthropic.tools_of(body)
         wish = anthropic.wish_of(body, self._settings, model, request.scope.get(SALT))
         (one,) = await to_thread.run_sync(
-            chat_requests, model, self._settings, anthropic.messages_of(body), tools, anthropic.template_of(body), wish
+            chat_requests, model, self._settings, anthropic.messages_of(body), tools, anthropic.template_of(body), wish,
+            self._outliner,
         )  # fmt: skip
         one_only = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
         calls = openai.ToolCalls(model, tools, one_only=one_only)

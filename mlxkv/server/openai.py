@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from mlxkv.core.errors import UsageError
 from mlxkv.engine.request import Finished, Sampling, TokenLogprob
 from mlxkv.engine.structured import processors_for
+from mlxkv.models.detokenizer import token_bytes
 from mlxkv.models.loader import LoadedModel
-from mlxkv.models.pieces import token_bytes
 from mlxkv.server.errors import RequestError
 from mlxkv.server.prepare import Wish, salt_of
 from mlxkv.server.settings import MOST_CHOICES, Settings

@@ -6,11 +6,12 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from mlxkv.blocklog.outline import Outliner
 from mlxkv.core.errors import UsageError
-from mlxkv.engine.request import Processor, Request, Sampling
+from mlxkv.engine.request import Processor, Record, Request, Sampling
 from mlxkv.engine.text import initial_state
 from mlxkv.models.chat import render, system_tokens
 from mlxkv.models.loader import LoadedModel
@@ -42,8 +43,9 @@ def chat_requests(
     tools: Sequence[Mapping[str, Any]] | None,
     template: Mapping[str, Any],
     wish: Wish,
+    outliner: Outliner,
 ) -> list[Request]:
-    """The requests of a conversation, one a choice.
+    """The requests of a conversation, one a choice; their records in the block log say how the prompt is made up.
 
     Raises:
         RequestError: the template refuses it, or it does not fit the context.
@@ -51,12 +53,18 @@ def chat_requests(
     tokenizer = model.tokenizer
     with _tokenizing:
         try:
-            prompt = render(tokenizer, messages, tools=tools, **template)
+            prompt = render(tokenizer, messages, tools=tools or (), options=template)
         except UsageError as error:
             raise RequestError(str(error), field="messages") from error
-        marks = (system_tokens(tokenizer, messages, prompt, tools=tools, **template),)
+        marks = (system_tokens(tokenizer, messages, prompt, tools=list(tools or ()) or None, **template),)
         initial = initial_state(tokenizer, prompt)
-    return _requests(model, settings, prompt, wish, marks=marks, initial=initial, tools=bool(tools))
+    requests = _requests(model, settings, prompt, wish, marks=marks, initial=initial, tools=bool(tools))
+    outline = outliner.outline(prompt, messages, tools=tools or ())
+    record = Record(
+        lambda reply: outliner.with_reply(outline, reply).to_fields(),
+        outliner.text(prompt) if settings.log_text else None,
+    )
+    return [replace(request, record=record) for request in requests]
 
 
 def text_requests(
@@ -87,7 +95,7 @@ def count_tokens(
     """Tokens of a conversation as `chat_requests` would send it."""
     with _tokenizing:
         try:
-            return len(render(model.tokenizer, messages, tools=tools))
+            return len(render(model.tokenizer, messages, tools=tools or ()))
         except UsageError as error:
             raise RequestError(str(error), field="messages") from error
 

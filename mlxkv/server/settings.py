@@ -27,6 +27,7 @@ class Settings:
         allow_origins: pages of these origins may call it from a browser.
         max_tokens: most tokens of a reply that does not say.
         temperature: of a request that does not say.
+        log_text: put the prompts' text into the block log and into `/v1/cache/requests`.
     """
 
     host: str = "127.0.0.1"
@@ -37,6 +38,7 @@ class Settings:
     allow_origins: tuple[str, ...] = ()
     max_tokens: int = 2048
     temperature: float = 0.0
+    log_text: bool = False
     read_deadline_s: float = READ_DEADLINE_S
     most_body_bytes: int = MOST_BODY_BYTES
 

@@ -50,11 +50,30 @@ def test_json_is_the_text_and_the_fields_of_the_request_event(ask, model):
     found = ask(QUESTION)
     assert found.keys() == JSON_FIELDS["chat"].keys()
     assert found["text"]
-    assert found["request"].keys() == {field.name for field in fields(RequestEvent)}
+    assert found["request"].keys() == {field.name for field in fields(RequestEvent)} - {
+        "outline",
+        "text",
+    }  # without a log
     assert found["request"]["event"] == "request"
     assert found["request"]["model"] == os.path.basename(model)
     assert found["request"]["reason"] == "never seen"
     assert (found["request"]["hot_tokens"], found["request"]["cold_tokens"]) == (0, 0)
+
+
+def test_the_log_has_an_outline_of_each_prompt_and_its_text_only_when_asked(ask, tmp_path):
+    written = []
+    for options in ([], ["--log-text"]):
+        ask(QUESTION, "--system", "Be brief.", "--log", str(tmp_path / f"log{len(options)}"), *options)
+        lines = (tmp_path / f"log{len(options)}").read_text(encoding="utf-8").splitlines()
+        written.append([line for line in map(json.loads, lines) if line["event"] == "request"])
+    assert [[part["role"] for part in line["outline"]["parts"]] for line in written[0]] == [
+        ["system", "user", "end", "reply"]
+    ]
+    assert written[0][0]["outline"]["parts"][-1]["end"] == (
+        written[0][0]["prompt_tokens"] + written[0][0]["output_tokens"]
+    )
+    assert "text" not in written[0][0]
+    assert QUESTION in written[1][0]["text"]
 
 
 def test_the_next_process_finds_the_prompt_on_the_ssd(ask):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlxkv_cli.caching import cache_config, open_cache
-from mlxkv_cli.options import CacheDir, Cold, Hot, Json, KvBits, Log, NoCold
+from mlxkv_cli.options import CacheDir, Cold, Hot, Json, KvBits, Log, LogText, NoCold
 from mlxkv_cli.output import Output
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def chat(
     cold: Cold = None,
     no_cold: NoCold = False,
     log: Log = None,
+    log_text: LogText = False,
     as_json: Json = False,
 ) -> None:
     """Chat with a model whose prompts are never computed twice.
@@ -62,7 +63,7 @@ def chat(
     output.say(f"mlxkv: loading {model} ...", "dim")
     loaded = load(model, adapter=adapter, paranoid=paranoid)
     with open_cache(loaded, config, output, kv_bits=kv_bits) as cache:
-        conversation = Chat(loaded, cache, system=system)
+        conversation = Chat(loaded, cache, system=system, log_text=log_text)
         if prompt is not None:
             if not _answer(output, conversation, prompt, sampling):
                 raise typer.Exit(130)

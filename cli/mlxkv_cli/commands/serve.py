@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlxkv_cli.caching import cache_config, warnings_on
-from mlxkv_cli.options import CacheDir, Cold, Hot, KvBits, Log, NoCold, size
+from mlxkv_cli.options import CacheDir, Cold, Hot, KvBits, Log, LogText, NoCold, size
 from mlxkv_cli.output import Output
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def serve(
     cold: Cold = None,
     no_cold: NoCold = False,
     log: Log = None,
+    log_text: LogText = False,
     tui: Annotated[bool, typer.Option("--tui", help="Show the tiers and requests, as `mlxkv top` does.")] = False,
 ) -> None:
     """Serve a model whose prompts are never computed twice, to any OpenAI or Anthropic client.
@@ -100,7 +101,7 @@ def serve(
     names = (model, model.rstrip("/").rpartition("/")[2], "default", "default_model")
     settings = Settings(
         host=host, port=port, names=names, api_keys=tuple(api_key or ()), allow_hosts=tuple(allow_host or ()),
-        allow_origins=tuple(allow_origin or ()), max_tokens=max_tokens, temperature=temp,
+        allow_origins=tuple(allow_origin or ()), max_tokens=max_tokens, temperature=temp, log_text=log_text,
     )  # fmt: skip
     metrics = Metrics()
     config = cache_config(cache_dir, hot, cold, no_cold, log)
