@@ -5,11 +5,13 @@ Queries are the last L of S tokens unless said otherwise: query i stands at posi
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import mlx.core as mx
 
 from mlxkv.core.errors import UsageError
 
-Mask = mx.array | str | None
+Mask: TypeAlias = mx.array | str | None
 """None, the word "causal", or an array that broadcasts to [B, Hq, L, S]."""
 
 

@@ -1,7 +1,7 @@
 """Positions: rotary ones turn queries and keys, sinusoidal ones are added to the embeddings.
 
-A rotary pair (a, b) at position p becomes (a cos pt - b sin pt, a sin pt + b cos pt), t falling from pair to pair; so the
-product of a query and a key depends on the distance between them only. Source: Su et al. 2021, arXiv:2104.09864.
+A rotary pair (a, b) at position p becomes (a cos pt - b sin pt, a sin pt + b cos pt), t falling from pair to pair; so
+the product of a query and a key depends on the distance between them only. Source: Su et al. 2021, arXiv:2104.09864.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ def head_groups(queries: mx.array, keys: mx.array, values: mx.array) -> int:
         raise UsageError(f"attention takes arrays [batch, heads, tokens, dim], not {shapes}; reshape them.")
     if keys.shape[:3] != values.shape[:3] or queries.shape[0] != keys.shape[0] or queries.shape[3] != keys.shape[3]:
         raise UsageError(f"these do not belong together: {shapes}; batch, tokens and key dim must agree.")
+    groups: int
     groups, rest = divmod(queries.shape[1], keys.shape[1])
     if rest or not groups:
         raise UsageError(

@@ -1,5 +1,7 @@
 """Parts of attention merged, against float64 NumPy over all the keys at once."""
 
+from itertools import pairwise
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -25,9 +27,7 @@ def test_any_parts_merge_to_the_whole(case, cuts):
     mask, sinks = case.mask_array(), case.sink_array()
     edges = sorted({0, case.keys, *(min(cut, case.keys) for cut in cuts)}) or [0, 0]
     edges = [0, *edges, case.keys]  # an empty part at either end
-    parts = [
-        partial(q, k[:, :, a:b], v[:, :, a:b], mask=split(mask, a, b)) for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    parts = [partial(q, k[:, :, a:b], v[:, :, a:b], mask=split(mask, a, b)) for a, b in pairwise(edges)]
     if sinks is not None:
         parts.append(sink_partial(sinks, case.batch, case.length, case.value_dim))
     whole = merge(*parts)
@@ -56,9 +56,7 @@ def test_the_order_of_parts_does_not_matter(case, order):
     q, k, v = case.arrays()
     mask, quarter = case.mask_array(), case.keys // 4
     edges = [0, quarter, 2 * quarter, 3 * quarter, case.keys]
-    parts = [
-        partial(q, k[:, :, a:b], v[:, :, a:b], mask=split(mask, a, b)) for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    parts = [partial(q, k[:, :, a:b], v[:, :, a:b], mask=split(mask, a, b)) for a, b in pairwise(edges)]
     one, other = finish(merge(*parts)), finish(merge(*(parts[i] for i in order)))
     for found in (one, other):
         assert_is_attention(found, q, k, v, mask, spread=case.spread)
