@@ -63,15 +63,14 @@ def apply_mask(scores: mx.array, mask: Mask) -> mx.array:
     """
     if mask is None:
         return scores
-    if isinstance(mask, str):
-        if mask != "causal":
-            raise UsageError(f'{mask!r} is no mask; use "causal", an array or None.')
-        mask = causal_mask(*scores.shape[-2:])
-    elif not _broadcasts(mask.shape, scores.shape):
-        raise UsageError(f"a mask of shape {mask.shape} does not fit scores of shape {scores.shape}.")
-    if mask.dtype == mx.bool_:
-        return mx.where(mask, scores, mx.array(-mx.inf, scores.dtype))
-    return scores + mask.astype(scores.dtype)
+    if isinstance(mask, str) and mask != "causal":
+        raise UsageError(f'{mask!r} is no mask; use "causal", an array or None.')
+    array = causal_mask(*scores.shape[-2:]) if isinstance(mask, str) else mask
+    if not _broadcasts(array.shape, scores.shape):
+        raise UsageError(f"a mask of shape {array.shape} does not fit scores of shape {scores.shape}.")
+    if array.dtype == mx.bool_:
+        return mx.where(array, scores, mx.array(-mx.inf, scores.dtype))
+    return scores + array.astype(scores.dtype)
 
 
 def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
