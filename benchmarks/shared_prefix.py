@@ -152,7 +152,9 @@ def figures_of(
     name = f"prefix {prefix:,}, sequences {count:>2}"
     rates = {key: count * options.steps / samples.median for key, samples in found.items()}
     ratio = found["mlx-lm"].over(found["shared"])
-    spread = statistics.quantiles([a / b for a, b in zip(found["mlx-lm"].seconds, found["shared"].seconds, strict=True)])
+    spread = statistics.quantiles(
+        [a / b for a, b in zip(found["mlx-lm"].seconds, found["shared"].seconds, strict=True)]
+    )
     suffix = shared.batch[0].tokens(0) - prefix
     token_bytes = 2 * sum(keys.shape[1] * keys.shape[3] * keys.itemsize for keys in (c.state[0] for c in shared.batch))
     allowed = (prefix + count * (suffix + 256)) * token_bytes

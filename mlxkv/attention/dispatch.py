@@ -23,7 +23,11 @@ from mlxkv.core.platform import keep_open_files_limit
 with keep_open_files_limit():
     from mlx_lm.models import base
 
-SERVED = ("llama", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
+SERVED = (
+    "cohere", "dots1", "ernie4_5", "gemma", "glm4", "glm4_moe", "granite", "helium", "hunyuan_v1_dense", "internlm2",
+    "llama", "mimo", "mistral3", "mixtral", "olmo2", "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen2_vl",
+    "qwen3", "qwen3_moe", "qwen3_vl", "seed_oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
 """Architectures whose attention goes to the cache: what it returns reaches attention untouched, the mask is causal.
 A test runs each of them."""
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +18,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv.attention.dispatch import SERVED, Dispatch
 from mlxkv.attention.shared_prefix import Batch, branch, extend
+from mlxkv.core.errors import ModelNotFoundError
+from mlxkv.models.gguf import find_demo_gguf
 
+LONGER = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "qwen3_moe", "smollm3", "olmo2")
 WITHOUT_HOOK = ("gemma2", "deepseek_v3", "deepseek_v2")
 CLOSE = 1e-4
 
@@ -108,8 +115,8 @@ class Play:
             self.check(logits[row, -1], run_alone(self.module, sequence, [sequence.token]), sequence)
         self.steps += 1
 
-    def run(self, events: int) -> None:
-        for _ in range(3):
+    def run(self, events: int, first: int = 3) -> None:
+        for _ in range(first):
             self.join()
         for _ in range(events):
             draw = self.random.random()
@@ -129,5 +136,30 @@ def test_six_sequences_in_two_groups_are_each_as_if_alone(architecture):
     with Dispatch(module) as hook:
         assert hook.served == (architecture in SERVED)
         play = Play(module, hook, seed=len(architecture))
-        play.run(60)
-        assert play.steps > 20
+        play.run(45 if architecture in LONGER else 6, first=3 if architecture in LONGER else 2)
+        assert play.steps >= (15 if architecture in LONGER else 2)
+
+
+def test_the_demo_model_too():
+    try:
+        find_demo_gguf()
+    except ModelNotFoundError:
+        pytest.skip("the demo weights are not installed")
+    fast = {name: value for name, value in os.environ.items() if name != "MLXKV_BLAS"}
+    paths = [str(Path(__file__).parents[1]), *sys.path]
+    code = (
+        "import mlxkv\nfrom mlxkv.models.loader import load\nfrom mlxkv.attention.dispatch import Dispatch\n"
+        "from attention.test_shared_models import Play\nmodule = load('smollm2-135m').module\n"
+        "play = Play(module, Dispatch(module), seed=1)\nplay.run(14, first=4)\nprint(play.steps, play.worst)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=fast | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    steps, worst = done.stdout.split()
+    assert int(steps) >= 5
+    assert float(worst) < CLOSE
