@@ -34,7 +34,9 @@ A test runs each of them."""
 GROUPED_MASKS = ("gemma2",)
 """Architectures that write attention out with an axis of its own for the heads of a group, in the mask too."""
 
-_NAME = "scaled_dot_product_attention"
+ATTENTION = "scaled_dot_product_attention"
+"""The name that model files call."""
+
 _installed: Counter[str] = Counter()  # model file -> open hooks; the name is a global of that file, whoever loaded it
 
 
@@ -54,10 +56,10 @@ class Dispatch:
         self.architecture = type(module).__module__.rpartition(".")[2]
         self.served = self.architecture in SERVED
         self._grouped_mask = self.architecture in GROUPED_MASKS and _has_groups(module)
-        self._files = sorted(_files(module)) if self.served else []
+        self._files = attention_files(module) if self.served else []
         for file in self._files:
             if not _installed[file]:
-                setattr(sys.modules[file], _NAME, shared_attention)
+                setattr(sys.modules[file], ATTENTION, shared_attention)
             _installed[file] += 1
 
     def begin(self, prompt_cache: Sequence[Any]) -> Batch:
@@ -69,7 +71,7 @@ class Dispatch:
         for file in self._files:
             _installed[file] -= 1
             if not _installed[file]:
-                setattr(sys.modules[file], _NAME, base.scaled_dot_product_attention)
+                setattr(sys.modules[file], ATTENTION, base.scaled_dot_product_attention)
         self._files = []
 
     def __enter__(self) -> Dispatch:
@@ -97,10 +99,10 @@ def shared_attention(
     return theirs(queries, keys, values, cache, scale, mask, sinks)
 
 
-def _files(module: nn.Module) -> set[str]:
-    """The model files of a module's layers that import mlx-lm's attention."""
+def attention_files(module: nn.Module) -> list[str]:
+    """The names of the model files of a module's layers that import mlx-lm's attention by name."""
     names = {type(layer).__module__ for layer in module.modules()}
-    return {name for name in names if _NAME in vars(sys.modules[name])}
+    return sorted(name for name in names if ATTENTION in vars(sys.modules[name]))
 
 
 def _has_groups(module: nn.Module) -> bool:
