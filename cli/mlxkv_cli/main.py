@@ -20,7 +20,7 @@ import typer.core
 import typer.main
 
 from mlxkv.core.errors import MlxkvError
-from mlxkv_cli.commands import budget, cache, chat, demo, doctor, models
+from mlxkv_cli.commands import budget, cache, chat, demo, doctor, explain, models
 from mlxkv_cli.options import examples
 from mlxkv_cli.output import Output
 
@@ -89,6 +89,7 @@ app.command(
     )
 )(chat.chat)
 app.add_typer(cache.app, name="cache")
+app.add_typer(explain.app, name="explain")
 app.command(epilog=examples("mlxkv doctor", "mlxkv doctor --json"))(doctor.doctor)
 
 

@@ -24,7 +24,7 @@ from mlxkv.core.errors import ModelError, UsageError
 from mlxkv.models.architecture import replaced
 from mlxkv.models.loader import LoadedModel
 
-MOST_TOKENS = 256
+MOST_TOKENS = 128
 _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
 
 
@@ -110,7 +110,7 @@ def head_weights(model: LoadedModel, text: str) -> HeadWeights:
     """Run the model on a text and keep every head's weights.
 
     Raises:
-        UsageError: no text, or more than 256 tokens.
+        UsageError: no text, or more than 128 tokens.
         ModelError: the architecture writes its attention out itself, keeps windows, or lets no weights be seen.
 
     Cost: one forward pass, and layers x heads x L x L numbers.

@@ -23,6 +23,7 @@ from mlxkv.models.weights import build
 
 CONTEXTS = tuple(2**power for power in range(10, 18))
 """1K to 128K."""
+_TRACED = (64, 128)
 
 
 @dataclass(frozen=True)
@@ -92,20 +93,20 @@ class Shapes:
 
 
 def explain_shapes(config: Mapping[str, Any], tokens: int) -> Shapes:
-    """Trace the model of a config on `tokens` tokens.
+    """Trace the model of a config on 64 and on 128 tokens, and say what it is on `tokens`.
 
     Raises:
         UsageError: tokens below 1.
         ModelError: the config cannot be used; names the key.
 
-    Cost: some unevaluated forward passes, 0.1 to 2 s; no weights.
+    Cost: four to eight unevaluated forward passes, 0.1 to 1 s; no weights.
     """
     if tokens < 1:
         raise UsageError(f"{tokens} tokens have no shapes; use 1 or more.")
     module = build(config)
     traced = trace(module)
-    short, long = _walk(module, tokens), _walk(module, 2 * tokens)
-    tensors = [_grown(a, b) for a, b in zip(short.tensors, long.tensors, strict=True)]
+    short, long = (_walk(module, count) for count in _TRACED)
+    tensors = [_at(tokens, a, b) for a, b in zip(short.tensors, long.tensors, strict=True)]
     head = 0 if short.tied_tables else traced.weights.head_params
     linear = traced.weights.active_params - traced.weights.embedding_params - head
     bills = tuple(_bill(traced, linear, count) for count in CONTEXTS)
@@ -173,11 +174,13 @@ def _callers(module: nn.Module) -> list[type]:
     return list(dict.fromkeys(owner for owner in owners if owner is not None))
 
 
-def _grown(short: Tensor, long: Tensor) -> Tensor:
-    """`short` with how its size grew when the tokens doubled."""
-    ratio = _size(long.shape) / max(1, _size(short.shape))
-    grows = "1" if ratio < 1.5 else "n" if ratio < 3 else "n x n"
-    return Tensor(short.path, short.made_by, short.shape, grows)
+def _at(tokens: int, short: Tensor, long: Tensor) -> Tensor:
+    """The tensor at `tokens` tokens: every axis is a constant or linear in them, so two lengths tell."""
+    shape = tuple(
+        a + (b - a) * (tokens - _TRACED[0]) // _TRACED[0] for a, b in zip(short.shape, long.shape, strict=True)
+    )
+    ratio = _size(long.shape) / _size(short.shape)
+    return Tensor(short.path, short.made_by, shape, "1" if ratio < 1.5 else "n" if ratio < 3 else "n x n")
 
 
 def _size(shape: Sequence[int]) -> int:
