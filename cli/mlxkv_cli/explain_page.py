@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ _LEAST_WIDTH, _MOST_WIDTH = 40, 100
 _LABEL = 12
 _RANKED = 10
 _QUADRUPLED = 3.99
+_BRIGHT = 0.4
+_SHADES = " .:-=+*#%@"
 _COOL, _WARM = (30, 33, 48), (250, 200, 90)
 _FLOP_UNITS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"))
 
@@ -109,8 +112,11 @@ def _heat(names: Sequence[str], weights: Sequence[Sequence[float]], width: int) 
         if cell is None:
             line.append(" ")
         for value in weights[i][: i + 1]:
-            text = " .:-=+*#%@"[min(9, int(10 * value))] if cell is None else f"{round(100 * value):>{cell}}"
-            line.append(text, _warmth(value))
+            if cell is None:  # one letter: the square root tells small weights apart
+                root = math.sqrt(value)
+                line.append(_SHADES[min(9, int(10 * root))], _warmth(root))
+            else:
+                line.append(f"{round(100 * value):>{cell}}", _warmth(value))
         lines.append(line)
     return lines
 
@@ -219,7 +225,8 @@ def _flops(count: float) -> str:
 def _warmth(value: float) -> str:
     """A background between cool and warm for a weight, and a colour of text that can be read on it."""
     red, green, blue = (round(low + (high - low) * value) for low, high in zip(_COOL, _WARM, strict=True))
-    return f"{'black' if value > 0.45 else 'white'} on rgb({red},{green},{blue})"
+    ink = 0 if value > _BRIGHT else 255
+    return f"rgb({ink},{ink},{ink}) on rgb({red},{green},{blue})"
 
 
 def _right(text: str, width: int) -> str:

@@ -23,6 +23,8 @@ from mlxkv.models.gguf import find_demo_gguf
 
 LONGER = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "qwen3_moe", "smollm3", "olmo2")
 WITHOUT_HOOK = ("gemma2", "deepseek_v3", "deepseek_v2")
+CHANGES = {"gemma2": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}}
+"""So that query heads share KV heads there too, whose masks have an axis more."""
 CLOSE = 1e-4
 
 
@@ -132,7 +134,7 @@ class Play:
 
 @pytest.mark.parametrize("architecture", [*SERVED, *WITHOUT_HOOK])
 def test_six_sequences_in_two_groups_are_each_as_if_alone(architecture):
-    module = build(CONFIGS[architecture])
+    module = build(CONFIGS[architecture] | CHANGES.get(architecture, {}))
     with Dispatch(module) as hook:
         assert hook.served == (architecture in SERVED)
         play = Play(module, hook, seed=len(architecture))

@@ -140,6 +140,7 @@ def test_one_row_left_is_plain_again_and_takes_others_in_again():
     one.extend(third)
     one.check_integrity()
     assert (one.prefix_tokens(0), one.prefix_tokens(1)) == (100, 100)
+    assert one.state[0] is holder.state[0]  # one copy again, also beside the holder's
     assert mx.array_equal(one.extract(0).keys, expected)
     assert mx.array_equal(one.extract(1).values, mx.concatenate([prefix[1], first[1]], axis=2))
 

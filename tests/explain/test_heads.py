@@ -1,5 +1,7 @@
 """Weights of a model's heads: those that the layer's own queries and keys give, and what is made of them."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -110,6 +112,12 @@ def test_a_word_of_several_tokens_has_the_sum_of_their_weights(found):
     assert ranking.after == ("is", ".")
 
 
+def test_the_last_of_several_occurrences_counts(talking):
+    twice = head_weights(talking, "it is it so")
+    ranking = rank(twice, "it")
+    assert (ranking.place, ranking.token, ranking.after) == (2, 7, ("so",))
+
+
 def test_what_cannot_be_shown_is_said(talking, found):
     with pytest.raises(UsageError, match="no word 'dog'; its words are A cat it is"):
         rank(found, "dog")
@@ -142,6 +150,7 @@ def test_the_page_holds_everything_and_asks_for_nothing(found):
 
 def test_text_cannot_become_part_of_the_page(talking):
     hostile = head_weights(talking, "</script><script>alert(1)</script> @@model &amp;")
+    hostile = replace(hostile, pieces=("</script><script>alert(1)</script>", *hostile.pieces[1:]))
     page = attention_page(hostile, layer=None, head=None, token=0)
     assert "<script>alert" not in page
     assert page.count("</script>") == 2
