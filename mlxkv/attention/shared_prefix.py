@@ -2,18 +2,20 @@
 
 A layer has one `SharedPrefixCache` for the whole batch: each prefix once, [1, Hkv, P, D], and a pool of 64-token blocks
 for what every sequence has of its own. Nothing is padded to the longest sequence. A decode step takes each prefix as
-one matrix product with the queries of its group and the blocks by their table, then merges the two. A batch of one
-sequence keeps plain contiguous arrays and takes MLX's fused attention, as mlx-lm does.
+one matrix product with the queries of its group and the blocks by their table, then merges the two. A sequence that
+decodes by itself gets plain contiguous arrays and MLX's fused attention, as in mlx-lm.
 
-How an engine uses it (a prompt cache is mlx-lm's list, one cache a layer; so is a batch here):
+How an engine uses it (a prompt cache is mlx-lm's list, one cache a layer; so is a batch here; mlx-lm's `BatchGenerator`
+takes a branch as the cache of a sequence too):
 
     hook = Dispatch(module)                                # once a model; close() undoes it
-    batch = hook.begin(prompt_cache)                       # takes over one sequence's KVCaches, prefilled or restored
+    batch = hook.begin(prompt_cache)                       # takes over one sequence's KVCaches, prefilled or restored;
+                                                           # from blocks: hook.begin([cache_of(keys, values), ...])
     joining = branch(batch, row=0, prefix_tokens=1984)     # another sequence that begins with the same 1,984 tokens
     module(tokens[None, 1984:-1], cache=joining)           # its own prompt, in chunks, against the one copy
     extend(batch, joining)                                 # joins; a sequence with nothing in common: hook.begin(...)
     logits = module(last_tokens[:, None], cache=batch)     # one step for all groups, ragged
-    for cache in batch: cache.filter([0, 2])               # leaves; down to one row, the arrays become plain again
+    for cache in batch: cache.filter([0, 2])               # the others leave
     own = [cache.extract(0) for cache in batch]            # a sequence's own KVCaches, prefix and suffix
     keys, values = batch[0].rows(0, 64, 128)               # or some tokens of one, to commit a block
     sum(cache.nbytes for cache in batch)                   # what it holds; prefix_tokens(row) says what is shared
@@ -37,6 +39,9 @@ with keep_open_files_limit():
     from mlx_lm.models.cache import KVCache
 
 Pair = tuple[mx.array, mx.array]
+
+LONE_STEPS = 4
+"""Decode steps after which a batch of one row gets plain arrays: not at once, for others may be about to join."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ class SharedPrefixCache:
         self._grouped_mask = grouped_mask
         self._left: list[int] | None = None  # tokens that are no padding, while a right-padded prompt goes through
         self._step: _Step | None = None
+        self._lone = 0  # decode steps in a row that only one sequence took
 
     # what a model asks
 
@@ -119,10 +125,13 @@ class SharedPrefixCache:
             only `attend` may follow. Otherwise every row's keys and values [B, Hkv, most tokens, D], put together for
             this step: `make_mask` hides what lies beyond a row's tokens.
         """
+        length = keys.shape[2]
+        self._lone = self._lone + 1 if length == len(self._table.rows) == 1 else 0
+        if self._lone > LONE_STEPS:
+            self.settle()
         if self._alone is not None:
             fetched: Pair = self._alone.update_and_fetch(keys, values)
             return fetched
-        length = keys.shape[2]
         counts = self._counts(length)
         if self._left is not None:
             self._left = [left - count for left, count in zip(self._left, counts, strict=True)]
@@ -287,19 +296,17 @@ class SharedPrefixCache:
         return SharedPrefixCache(table, {prefix: pair}, None, hooked=self._hooked, grouped_mask=self._grouped_mask)
 
     def filter(self, keep: Sequence[int]) -> None:
-        """Keep these rows, in this order; prefixes and blocks that nobody uses go. One row left becomes `alone`.
+        """Keep these rows, in this order; prefixes and blocks that nobody uses go.
 
         Raises:
             UsageError: no row, or one that is not there.
 
-        Cost: one copy of the blocks that stay; of the prefix too where one row is left.
+        Cost: one copy of the blocks that stay.
         """
         if self._alone is not None:
             self._table.filter(tuple(int(row) for row in keep))
             return
         self._move(self._table.filter(tuple(int(row) for row in keep)))
-        if len(self._table.rows) == 1:
-            self.settle()
 
     def extend(self, other: SharedPrefixCache) -> None:
         """Take in the rows of another batch of the same layer, which is used up. Equal prefixes stay one.
@@ -325,9 +332,9 @@ class SharedPrefixCache:
         return first
 
     def settle(self) -> None:
-        """Give the only row of a batch plain arrays of its own, for MLX's fused attention; `filter` does so itself.
+        """Give the only row of a batch plain arrays of its own, prefix included, for MLX's fused attention.
 
-        For a sequence made by `branch` that goes on by itself. It then holds its own copy of the prefix.
+        A sequence that takes more than `LONE_STEPS` decode steps by itself is settled without being asked.
 
         Raises:
             UsageError: there is more than one row.

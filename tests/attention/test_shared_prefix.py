@@ -5,12 +5,16 @@ import gc
 import mlx.core as mx
 import numpy as np
 import pytest
+from attention_oracle import assert_is_attention
 from driving import some_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from tiny import build_tiny, tiny_gpt_oss, tiny_llama
 
 from mlxkv.attention.dispatch import Dispatch
-from mlxkv.attention.shared_prefix import SharedPrefixCache, begin, branch, cache_of, extend
+from mlxkv.attention.shared_prefix import LONE_STEPS, SharedPrefixCache, begin, branch, cache_of, extend
 from mlxkv.core.errors import UsageError
 
 HEADS, DIM = 2, 16
@@ -67,10 +71,9 @@ def test_a_batch_holds_the_prefix_once(count, prefix, suffix):
         joining = holder.branch(0)
         joining.update_and_fetch(*pair(suffix, seed + 1))
         cache.extend(joining)
-    if count == 1:
-        cache.settle()
-    grow(cache, 3)
-    suffix += 3
+    grow(cache, 6)  # a sequence by itself is plain by then
+    assert cache.alone == (count == 1)
+    suffix += 6
     assert cache.nbytes <= (prefix + count * (suffix + 256)) * TOKEN_BYTES
     assert cache.nbytes >= (prefix + count * suffix) * TOKEN_BYTES
     assert cache.saved_bytes == (count - 1) * prefix * TOKEN_BYTES
@@ -121,7 +124,7 @@ def test_leaving_gives_the_blocks_and_the_prefix_back():
 # what is held
 
 
-def test_one_row_left_is_plain_again_and_takes_others_in_again():
+def test_a_settled_row_is_plain_and_takes_others_in_again():
     first, second = pair(130, 1), pair(130, 2)
     prefix = pair(100)
     holder = begin([cache_of(*prefix)], hooked=True)[0]
@@ -130,6 +133,8 @@ def test_one_row_left_is_plain_again_and_takes_others_in_again():
     other.update_and_fetch(*second)
     one.extend(other)
     one.filter([1])
+    assert (one.alone, one.prefix_tokens(0)) == (False, 100)
+    one.settle()
     assert one.alone
     assert one.offset == 230
     assert (one.prefix_tokens(0), one.saved_bytes) == (0, 0)
@@ -143,6 +148,25 @@ def test_one_row_left_is_plain_again_and_takes_others_in_again():
     assert one.state[0] is holder.state[0]  # one copy again, also beside the holder's
     assert mx.array_equal(one.extract(0).keys, expected)
     assert mx.array_equal(one.extract(1).values, mx.concatenate([prefix[1], first[1]], axis=2))
+
+
+def test_a_sequence_that_decodes_by_itself_becomes_plain_after_some_steps(llama):
+    prompt, tokens = some_tokens(150, 4), some_tokens(LONE_STEPS + 4, 5)
+    alone = make_prompt_cache(llama)
+    llama(mx.array(prompt)[None], cache=alone)
+    with Dispatch(llama) as hook:
+        caches = make_prompt_cache(llama)
+        llama(mx.array(prompt[:100])[None], cache=caches)
+        batch = branch(hook.begin(caches), 0)
+        llama(mx.array(prompt[100:])[None], cache=batch)
+        plain = []
+        for token in tokens:
+            found = llama(mx.array([[token]]), cache=batch)
+            expected = llama(mx.array([[token]]), cache=alone)
+            assert np.abs(np.array(found - expected)).max() < 1e-4
+            plain.append(batch[0].alone)
+    assert plain == [False] * LONE_STEPS + [True] * 4
+    assert {cache.alone for cache in batch} == {True}
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 64), (64, 128), (90, 110), (100, 164), (130, 230), (0, 230)])
@@ -273,3 +297,65 @@ def test_what_cannot_be_shared_is_said():
         holder.prepare(right_padding=[0, 3])
     with pytest.raises(UsageError, match="nothing was appended"):
         holder.attend(queries(2), scale=1.0)
+
+
+# together with mlx-lm
+
+
+def test_mlx_lm_own_batch_generator_runs_on_it(llama):
+    prefix, owns = some_tokens(90, 1), [some_tokens(n, n) for n in (5, 40, 17, 3)]
+
+    def said(generator, count, caches, prompts):
+        uids = generator.insert(prompts, max_tokens=[4 + 3 * i for i in range(count)], caches=caches)
+        texts, left = {uid: [] for uid in uids}, count
+        while left:
+            for response in generator.next()[1]:
+                texts[response.uid].append(response.token)
+                left -= response.finish_reason is not None
+        return list(texts.values())
+
+    plain = BatchGenerator(llama, prefill_batch_size=2, prefill_step_size=8)
+    expected = said(plain, 4, None, [prefix + own for own in owns])
+    with Dispatch(llama) as hook:
+        caches = make_prompt_cache(llama)
+        llama(mx.array(prefix)[None], cache=caches)
+        holder = hook.begin(caches)
+        generator = BatchGenerator(llama, prefill_batch_size=2, prefill_step_size=8)
+        found = said(generator, 4, [branch(holder, 0) for _ in owns], owns)
+    assert found == expected
+
+
+@given(
+    prefixes=st.lists(st.integers(1, 300), min_size=1, max_size=3),
+    rows=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 200)), min_size=2, max_size=9),
+    ratio=st.sampled_from([1, 3, 8]),
+    dim=st.sampled_from([16, 64, 80, 128, 256]),
+    dtype=st.sampled_from([mx.float32, mx.float32, mx.float16, mx.bfloat16]),
+    length=st.sampled_from([1, 1, 1, 7]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=25)
+def test_a_step_is_attention_of_each_row_over_its_own_tokens(prefixes, rows, ratio, dim, dtype, length, seed):
+    rng = np.random.default_rng(seed)
+
+    def drawn(*shape):
+        return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+
+    holders = [begin([cache_of(drawn(1, 2, n, dim), drawn(1, 2, n, dim))], hooked=True)[0] for n in prefixes]
+    made = []
+    for group, own in rows:
+        empty = begin([KVCache()], hooked=True)[0]
+        row = holders[group].branch(0) if group < len(holders) else empty
+        if own:
+            row.update_and_fetch(drawn(1, 2, own, dim), drawn(1, 2, own, dim))
+        made.append(row)
+    cache = SharedPrefixCache.merge(made)
+    cache.update_and_fetch(drawn(len(rows), 2, length, dim), drawn(len(rows), 2, length, dim))
+    cache.check_integrity()
+    q = drawn(len(rows), 2 * ratio, length, dim)
+    found = cache.attend(q, scale=dim**-0.5)
+    for i in range(len(rows)):
+        k, v = cache.rows(i, 0, cache.tokens(i))
+        mask = mx.array(np.tril(np.ones((length, k.shape[2]), bool), k.shape[2] - length))
+        spread = 1.0 if dtype == mx.float32 else 4.0
+        assert_is_attention(found[i : i + 1], q[i : i + 1], k, v, mask, spread=spread)
