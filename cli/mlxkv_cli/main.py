@@ -27,6 +27,7 @@ from mlxkv_cli.commands import (
     chat,
     demo,
     doctor,
+    explain,
     lint,
     log,
     mlx_lm_server,
@@ -129,6 +130,7 @@ app.command(
         "mlxkv lint chats.jsonl --model smollm2-135m", "mlxkv lint chats.jsonl --model ./my-model --min 0.8"
     )
 )(lint.lint)
+app.add_typer(explain.app, name="explain")
 app.command(epilog=examples("mlxkv doctor", "mlxkv doctor --json"))(doctor.doctor)
 
 

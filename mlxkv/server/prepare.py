@@ -59,7 +59,7 @@ def chat_requests(
         marks = (system_tokens(tokenizer, messages, prompt, tools=list(tools or ()) or None, **template),)
         initial = initial_state(tokenizer, prompt)
     requests = _requests(model, settings, prompt, wish, marks=marks, initial=initial, tools=bool(tools))
-    outline = outliner.outline(prompt, messages, tools=tools or ())
+    outline = outliner.outline(prompt, messages, tools=tools or (), options=template)
     record = Record(
         lambda reply: outliner.with_reply(outline, reply).to_fields(),
         outliner.text(prompt) if settings.log_text else None,
