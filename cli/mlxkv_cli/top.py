@@ -87,6 +87,8 @@ def screen(cache: dict[str, Any], requests: dict[str, Any]) -> RenderableType:
         f"prompt tokens {total:,} = hot {tokens['hot']:,} + cold {tokens['cold']:,} + computed {tokens['computed']:,}"
         f"   saved {share}"
     )
+    if cache["saved_bytes"]:
+        told.append(f"\n{format_bytes(cache['saved_bytes'])} saved by running sequences that share a prefix")
     return Group(head, _tiers(cache), told, _history(cache["history"]), _running(requests["running"]),
                  _requests(requests["requests"]))  # fmt: skip
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
+from mlxkv.attention.dispatch import Dispatch
 from mlxkv.cache.block_log import RequestEvent
 from mlxkv.cache.names import BLOCK_TOKENS, BlockName, chain, pack
 from mlxkv.core.errors import BudgetError, MlxkvError
@@ -76,11 +77,15 @@ class Running:
 
 @dataclass(frozen=True)
 class Status:
-    """What the engine was doing at the end of a turn; any thread may read it. Times are seconds since 1970."""
+    """What the engine was doing at the end of a turn; any thread may read it. Times are seconds since 1970.
+
+    `saved_bytes` is what running sequences would take more if each kept its own copy of a prefix they share.
+    """
 
     queued: int = 0
     running: tuple[Running, ...] = ()
     live_bytes: int = 0
+    saved_bytes: int = 0
     steps: int = 0
 
 
@@ -122,7 +127,7 @@ class _Live:
 
     def pending(self) -> tuple[BlockName, ...]:
         """Names of the blocks that its prefill will publish."""
-        return self.asked.names[self.sequence.position // BLOCK_TOKENS :]
+        return self.asked.names[self.sequence.position // BLOCK_TOKENS :] if self.request.store else ()
 
     def status(self, phase: str) -> Running:
         return Running(
@@ -175,7 +180,7 @@ class Engine:
         self._scheduler: Scheduler[_Asked] = Scheduler(limits)
         self._prefilling: deque[_Live] = deque()
         self._rows: list[_Live] = []
-        self._batch = DecodeBatch()
+        self._batch: DecodeBatch
         self._sampled: Sampled | None = None
         self._cancelled: set[str] = set()
 
@@ -291,7 +296,9 @@ class Engine:
         try:
             opened = self._open_model()
             _warm_up(opened)
+            self._hook = Dispatch(opened.model.module)
             self._begin_anew(opened.limits)
+            self._batch = self._new_batch(opened)
             self._opened = opened
         except BaseException as error:  # noqa: BLE001 - `start` raises it where somebody can answer it
             self.error = error
@@ -314,8 +321,13 @@ class Engine:
                     break
                 time.sleep(RESTART_S)
                 self._begin_anew(self.limits)
+                self._batch = self._new_batch(self.opened)
                 self.error = None
+        self._hook.close()
         self._lost = self.cache.close()
+
+    def _new_batch(self, opened: Opened) -> DecodeBatch:
+        return DecodeBatch(self._hook, opened.cache.layout.bytes_per_token)
 
     def _turn(self) -> bool:
         """One turn of the loop; False when it is time to end."""
@@ -352,16 +364,14 @@ class Engine:
 
     def _enqueue(self, request: Request, emit: Emit) -> None:
         full = (len(request.prompt) - 1) // BLOCK_TOKENS  # the last token is always computed: its block helps nobody
-        names: tuple[BlockName, ...] = ()
-        if request.store and self.cache.keeps_blocks:
-            root = self.cache.root(request.salt)
-            names = tuple(chain(root, pack(request.prompt[: full * BLOCK_TOKENS])))
+        names = tuple(chain(self.cache.root(request.salt), pack(request.prompt[: full * BLOCK_TOKENS])))
         self._scheduler.add(_Asked(request, emit, names), self.need_bytes(request))
 
     def _admit(self) -> None:
         while True:
-            expected = {name for live in self._prefilling for name in live.pending()}
-            asked = self._scheduler.next(partial(_awaits, expected))
+            publish = self._prefilling if self.cache.keeps_blocks else ()
+            expected = {name for live in publish for name in live.pending()}
+            asked = self._scheduler.next(partial(_awaits, expected), saved_bytes=self._batch.saved_bytes)
             if asked is None:
                 return
             with self._lock:
@@ -437,7 +447,7 @@ class Engine:
         live.given = True
         token = mx.array(live.request.prompt[-1:], mx.uint32)
         try:
-            self._batch.join(live.sequence.prompt_cache)
+            self._batch.join(live.sequence.prompt_cache, live.asked.names)
         except Exception as error:  # what the others have may be half changed
             self._end_rows(error)
             raise
@@ -528,7 +538,7 @@ class Engine:
         return sampled
 
     def _end_rows(self, error: Exception) -> None:
-        rows, self._rows, self._sampled, self._batch = self._rows, [], None, DecodeBatch()
+        rows, self._rows, self._sampled, self._batch = self._rows, [], None, self._new_batch(self.opened)
         for live in rows:
             self._end(live, error=error)
 
@@ -633,6 +643,7 @@ class Engine:
             queued=len(self._scheduler.queue),
             running=(*prefilling, *decoding),
             live_bytes=self._scheduler.live_bytes,
+            saved_bytes=self._batch.saved_bytes,
             steps=self._steps,
         )
 

@@ -54,8 +54,11 @@ class Scheduler(Generic[T]):
     def add(self, item: T, need_bytes: int) -> None:
         self.queue.append(Waiting(item, need_bytes))
 
-    def next(self, expected: Callable[[T], bool]) -> T | None:
+    def next(self, expected: Callable[[T], bool], *, saved_bytes: int = 0) -> T | None:
         """Take the request that starts now, or None.
+
+        Args:
+            saved_bytes: what live sequences hold less than they need each, because they share a prefix.
 
         Only a request that waits for somebody's blocks is passed; one that waits for memory or a place holds the line,
         so that small ones cannot pass it for ever.
@@ -66,7 +69,7 @@ class Scheduler(Generic[T]):
         for waiting in self.queue:
             if expected(waiting.item):
                 continue
-            if memory is not None and self.live and self.live_bytes + waiting.need_bytes > memory:
+            if memory is not None and self.live and self.live_bytes - saved_bytes + waiting.need_bytes > memory:
                 return None
             self.queue.remove(waiting)
             self.live += 1

@@ -309,6 +309,7 @@ class _Routes:
                     "limit": engine.limits.sequences,
                 },
                 "live_bytes": status.live_bytes,
+                "saved_bytes": status.saved_bytes,
                 "live_budget_bytes": engine.limits.memory_bytes,
                 "evicted": dict(metrics.evicted),
                 "quarantined": metrics.quarantined,

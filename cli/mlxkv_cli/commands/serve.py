@@ -15,6 +15,7 @@ from mlxkv_cli.options import CacheDir, Cold, Hot, KvBits, Log, LogText, NoCold,
 from mlxkv_cli.output import Output
 
 if TYPE_CHECKING:
+    from mlxkv.cache.block_log import RequestEvent
     from mlxkv.engine.engine import Engine
 
 LONG_PREFILL_S = 1.0
@@ -115,9 +116,11 @@ def serve(
         limits = Limits(sequences=sequences, queue=queue, memory_bytes=memory or shares.live_bytes)
         return Opened(loaded, cache, limits, shares.chunk_tokens)
 
-    def told(event: object) -> None:
+    def told(event: RequestEvent) -> None:
         if not tui:
-            output.say(f"{time.strftime('%H:%M:%S')}  {request_line(event)}")  # type: ignore[arg-type]
+            saved = engine.status.saved_bytes
+            shared = f"; {format_bytes(saved)} saved by sharing prefixes" if saved else ""
+            output.say(f"{time.strftime('%H:%M:%S')}  {request_line(event)}{shared}")
 
     engine = Engine(open_model, on_request=told)
     with bound(settings) as listening, warnings_on(output):
