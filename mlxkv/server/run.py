@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -40,10 +40,22 @@ def bound(settings: Settings) -> Iterator[socket.socket]:
         yield listening
 
 
-def serve(engine: Engine, settings: Settings, metrics: Metrics, listening: socket.socket, *, drain_s: float) -> int:
+def serve(
+    engine: Engine,
+    settings: Settings,
+    metrics: Metrics,
+    listening: socket.socket,
+    *,
+    drain_s: float,
+    on_listening: Callable[[], None] = lambda: None,
+) -> int:
     """Answer requests until SIGINT or SIGTERM, then let what runs finish; a second signal leaves at once.
 
-    Returns how many blocks did not reach the SSD.
+    Args:
+        on_listening: called once a client can connect.
+
+    Returns:
+        How many blocks did not reach the SSD.
     """
     config = uvicorn.Config(
         create_app(engine, settings, metrics),
@@ -57,14 +69,19 @@ def serve(engine: Engine, settings: Settings, metrics: Metrics, listening: socke
         timeout_graceful_shutdown=max(int(drain_s), 1),
         h11_max_incomplete_event_size=MOST_HEADER_BYTES,
     )
-    _Server(config, engine).run(sockets=[listening])
+    _Server(config, engine, on_listening).run(sockets=[listening])
     return engine.close(drain_s=drain_s)
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+    def __init__(self, config: uvicorn.Config, engine: Engine, on_listening: Callable[[], None]) -> None:
         super().__init__(config)
         self._engine = engine
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self._on_listening()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second leaves at once; what was committed is on the SSD or comes again."""
