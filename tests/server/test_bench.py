@@ -30,7 +30,8 @@ def test_the_whole_bench_runs_on_a_server_of_its_own(
     assert all(figure["median"] > 0 and figure["samples"] for figure in told["figures"])
     prompt, held = figures["first token, hot"]["detail"].removeprefix("prompt ").split(" tokens, ")
     assert int(held.removesuffix(" held")) == int(prompt) - 1
-    assert f"{(int(prompt) - 1) // 64 * 64} held" in figures["first token, from the SSD"]["detail"]
+    on_disk = int(figures["first token, from the SSD"]["detail"].rpartition(", ")[2].removesuffix(" held"))
+    assert on_disk >= (int(prompt) - 1) // 64 * 64, "every full block; one with the reply in it may give the rest"
 
 
 def test_a_server_that_is_given_is_asked_and_not_restarted(model: Path, tmp_path: Path) -> None:
