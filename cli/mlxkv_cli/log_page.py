@@ -122,6 +122,7 @@ def _tokens(found: Summary) -> Table:
 def _kinds_of_tokens(found: Summary) -> Text:
     said = [
         counted(found.requests, "request"), f"{found.looked_up_tokens:,} tokens looked up",
+        f"{found.cold_tokens:,} restored from the SSD",
         f"{found.hit_tokens:,} not computed",
     ]  # fmt: skip
     if found.tail_tokens:

@@ -7,7 +7,7 @@ import pytest
 from driving import some_tokens
 from prompts import KEY, TEMPLATE, Asker, common, conversation, tool
 
-from mlxkv.blocklog.outline import BLOCK_DIGITS, MASKED_CHARACTERS, common_blocks, shared_tokens
+from mlxkv.blocklog.outline import BLOCK_DIGITS, MASKED_CHARACTERS, common_blocks, load_key, shared_tokens
 from mlxkv.cache.names import BLOCK_TOKENS
 from mlxkv.models.gguf import find_demo_gguf
 from mlxkv.models.loader import tokenizer_of
@@ -139,6 +139,20 @@ def test_a_template_and_its_options_show_in_the_outline():
     assert (
         plain.options != ASK(CHAT, keep_thinking=True).outline.options == ASK(CHAT, keep_thinking=True).outline.options
     )
+
+
+def test_the_key_is_kept_readable_by_its_owner_only(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlxkv.blocklog.outline.default_cache_dir", lambda: tmp_path / "mlxkv" / "blocks")
+    key = load_key()
+    assert load_key() == key
+    assert len(key) == 16
+    assert (tmp_path / "mlxkv" / "outline.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_where_the_key_cannot_be_kept_each_process_has_its_own(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("mlxkv.blocklog.outline.default_cache_dir", lambda: tmp_path / "file" / "blocks")
+    assert load_key() != load_key()
 
 
 @pytest.fixture(scope="module")
