@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import pytest
 from driving import some_tokens
+from hypothesis import given
+from hypothesis import strategies as st
 from prompts import KEY, TEMPLATE, Asker, common, conversation, tool
 
 from mlxkv.blocklog.outline import BLOCK_DIGITS, MASKED_CHARACTERS, common_blocks, load_key, shared_tokens
@@ -167,3 +169,17 @@ def test_the_pieces_of_a_real_vocabulary_are_what_it_decodes(demo):
         ids = demo.encode(text, add_special_tokens=False)
         assert b"".join(pieces[i] for i in ids).decode() == text
     assert pieces[demo.eos_token_id] == b"\xff<|im_end|>\xff"
+
+
+WORDS = st.text("ab 1\n", max_size=90)
+TALKS = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), WORDS), min_size=1, max_size=5)
+
+
+@given(TALKS, TALKS, st.integers(0, 5))
+def test_the_range_of_shared_tokens_holds_the_count_whatever_two_conversations_are(one, two, alike):
+    first, second = ([{"role": r, "content": c} for r, c in talk] for talk in (one, [*one[:alike], *two]))
+    a, b = ASK(first), ASK(second, reply="ab")
+    least, most = shared_tokens(a.outline, b.outline)
+    assert least <= common(a.tokens, b.tokens) <= most
+    assert [part.end for part in a.outline.parts] == sorted({part.end for part in a.outline.parts})
+    assert a.outline.parts[-1].end == len(a.tokens)
