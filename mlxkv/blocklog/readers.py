@@ -14,7 +14,7 @@ import msgspec
 
 from mlxkv.blocklog.events import Event
 from mlxkv.blocklog.mlx_lm import ACCESS, RESPONSE, MlxLmReader
-from mlxkv.blocklog.omlx import OmlxReader
+from mlxkv.blocklog.omlx import OmlxReader, iso_time
 from mlxkv.blocklog.sources import Advance, Read, find_files, pieces
 
 _CONTINUED_LINES = 64  # that may belong to one record
@@ -22,7 +22,6 @@ _WRAPPED_LINES = 4  # of one message
 _WRAPPED_BYTES = 64 * 2**10
 _LEVELS = {name.encode(): name for name in ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
 _JSON = b'{"time":"'
-_ISO = bytes.maketrans(b" ,", b"T.")  # Python's `2026-11-30 19:12:38,779` as ISO 8601; its zone is not in the log
 
 
 class LogReader:
@@ -62,7 +61,8 @@ class LogReader:
     def events(self, lines: Sequence[bytes]) -> Iterator[Event]:
         """The events of some more lines."""
         decode, torn = self._decode, (msgspec.DecodeError, UnicodeDecodeError)
-        known = 0
+        frequent = self._omlx.feed_frequent
+        known = quick = 0
         for line in lines:
             if line[:1] == b"{" and not self._half:
                 try:
@@ -74,10 +74,15 @@ class LogReader:
                 yield event
             elif self._half:
                 yield from self._torn(line)
+            elif self._waiting is None and (one := frequent(line)) is not None:
+                quick += 1
+                self._continued = 0
+                yield one
             elif found := self._text(line):
                 yield from found
-        self.lines += known
+        self.lines += known + quick
         self.records["mlxkv"] += known
+        self.records["oMLX"] += quick
 
     def finish(self) -> Iterator[Event]:
         """What was still waiting for a next line."""
@@ -109,7 +114,7 @@ class LogReader:
                 self.unknown_lines += 1
                 return before
             if line[:23] != self._at[0]:
-                self._at = (line[:23], line[:23].translate(_ISO).decode())
+                self._at = (line[:23], iso_time(line[:23]))
             message = str(line[at:], "utf-8", "replace")
             events = (self._omlx if source == "oMLX" else self._mlx_lm).feed(self._at[1], name, message)
             if events is None or message.startswith(RESPONSE):
