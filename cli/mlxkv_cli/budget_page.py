@@ -43,8 +43,8 @@ def compare_page(plans: Sequence[Plan]) -> RenderableType:
     right = ("KiB/tok", "weights", f"KV {_short(tokens)}", "total", "longest", "cold", "tok/s")
     table = Table(
         Column("model", max_width=21, overflow="fold"),
-        *(Column(title, justify="right") for title in right),
-        "verdict",
+        *(_figures(title) for title in right),
+        Column("verdict", overflow="fold"),
         box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0),
     )  # fmt: skip
     for plan in plans:
@@ -99,7 +99,7 @@ def _machine(plan: Plan) -> str:
 def _memory_table(plan: Plan) -> Table:
     right = ("context", "KV", "weights", "transient", "total", "of limit")
     table = Table(
-        *(Column(title, justify="right") for title in right), "verdict", Column("at once", justify="right"),
+        *(_figures(title) for title in right), Column("verdict", overflow="fold"), _figures("at once"),
         box=None, pad_edge=False, header_style="bold", title=f"GiB for {_sequences(plan)}", title_justify="left",
         title_style="",
     )  # fmt: skip
@@ -112,10 +112,15 @@ def _memory_table(plan: Plan) -> Table:
     return table
 
 
+def _figures(title: str) -> Column:
+    """A column of numbers; on a narrow terminal they are folded, for a digit left out would make another number."""
+    return Column(title, justify="right", overflow="fold")
+
+
 def _latency_table(plan: Plan) -> Table:
     right = ("context", "cold", "from hot", "from SSD", "tokens/s")
     table = Table(
-        *(Column(title, justify="right") for title in right),
+        *(_figures(title) for title in right),
         box=None, pad_edge=False, header_style="bold", title_justify="left", title_style="",
         title="Time to the first token, then the rate: estimates, with their range",
     )  # fmt: skip

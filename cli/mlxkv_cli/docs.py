@@ -56,8 +56,8 @@ JSON_FIELDS: dict[str, dict[str, str]] = {
         "written_today_bytes": "how much of it is written",
         "quarantined_files": "damaged files set aside",
         "quarantined_bytes": "their physical bytes",
-        "models": "one object a root: `root`, `model`, `blocks`, `tokens`, `used_bytes`, `hits`, `last_used` (seconds"
-        " since 1970)",
+        "models": "one object a root: `root`, `model`, `blocks`, `checkpoints`, `tokens`, `block_bytes` (without"
+        " checkpoints), `used_bytes`, `hits`, `last_used` (seconds since 1970)",
     },
     "cache ls": {
         "blocks": "one object a block, a block before what continues it: `block`, `parent`, `root`, `model`, `index`,"
@@ -69,7 +69,8 @@ JSON_FIELDS: dict[str, dict[str, str]] = {
         "root": "its root",
         "model": "the model's name",
         "index": "its place in the chain, from 0",
-        "tokens": "64",
+        "kind": "`block` or `checkpoint`",
+        "tokens": "64; 0 for a checkpoint",
         "bytes": "physical bytes of its file",
         "tier": "`cold`",
         "hits": "how often it was restored",
@@ -151,6 +152,36 @@ JSON_FIELDS: dict[str, dict[str, str]] = {
         "requests": "how many; `broken` of them lost a prefix",
         "prompt_tokens": "of all requests; beside it `reusable_tokens`",
         "reusable_share": "of the tokens after the first request; null for one request",
+    },
+    "explain lab": {
+        "lab": "its number",
+        "title": "what it is about",
+        "recipe": "how the numbers are made",
+        "grids": "one object a table: `title`, `rows`, `columns`, `values` unrounded, `digits`, `heat`",
+        "shows": "what is seen in the numbers",
+        "hides": "what is not",
+    },
+    "explain shapes": {
+        "model": "what it is called",
+        "tokens": "length of the prompt",
+        "stages": "before, in each kind of layer, and after: `title`, `layers`, and `tensors` with `path`, `made_by`,"
+        " `shape`, `grows`",
+        "bills": "one object a context: `tokens`, `linear_flops`, `attention_flops`, `decode_linear_flops`,"
+        " `decode_attention_flops`, `kv_bytes`, `decode_weight_bytes`",
+        "formula": "KV bytes with this model's numbers",
+        "bytes_per_token": "KV that each further token adds",
+    },
+    "explain attention": {
+        "model": "what it is called",
+        "pieces": "the text of each token",
+        "words": "the words and marks",
+        "layers": "how many the model has",
+        "heads": "how many a layer has",
+        "layer": "the one asked for, or null for the mean over all",
+        "head": "the one asked for, or null for the mean over all",
+        "weights": "row i is what token i attends to; each row sums to 1",
+        "ranking": "with `--from`: `word`, `heads`, `after`, and `words` with `word`, `mean`, `top_heads`, `layer`,"
+        " `head`, `most`; otherwise null",
     },
     "doctor": {
         "versions": "Python and the packages that matter",

@@ -20,7 +20,22 @@ import typer.core
 import typer.main
 
 from mlxkv.core.errors import MlxkvError
-from mlxkv_cli.commands import budget, cache, chat, demo, doctor, lint, log, models, why
+from mlxkv_cli.commands import (
+    bench,
+    budget,
+    cache,
+    chat,
+    demo,
+    doctor,
+    explain,
+    lint,
+    log,
+    mlx_lm_server,
+    models,
+    serve,
+    top,
+    why,
+)
 from mlxkv_cli.options import examples
 from mlxkv_cli.output import Output
 
@@ -67,7 +82,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+        bool,
+        typer.Option(
+            "--version", metavar="", callback=_print_version, is_eager=True, help="Print the version and stop."
+        ),
     ] = False,
 ) -> None:
     """A KV cache for language models on Apple silicon that never computes the same prompt twice."""
@@ -88,6 +106,20 @@ app.command(
         "mlxkv chat smollm2-135m", 'mlxkv chat smollm2-135m --prompt "What is the capital of France?" --json'
     )
 )(chat.chat)
+app.command(
+    epilog=examples(
+        "mlxkv serve smollm2-135m", "mlxkv serve mlx-community/Qwen2.5-0.5B-Instruct-4bit --port 9000 --hot 4GiB"
+    )
+)(serve.serve)
+app.command(epilog=examples("mlxkv top", "mlxkv top --url http://127.0.0.1:9000 --once --json"))(top.top)
+app.command(epilog=examples("mlxkv bench smollm2-135m", "mlxkv bench smollm2-135m --url http://127.0.0.1:8080 --json"))(
+    bench.bench
+)
+app.command(
+    "mlx-lm-server",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog=examples("mlxkv mlx-lm-server --model mlx-community/Qwen2.5-0.5B-Instruct-4bit --port 8081"),
+)(mlx_lm_server.mlx_lm_server)
 app.add_typer(cache.app, name="cache")
 app.add_typer(log.app, name="log")
 app.command(
@@ -98,6 +130,7 @@ app.command(
         "mlxkv lint chats.jsonl --model smollm2-135m", "mlxkv lint chats.jsonl --model ./my-model --min 0.8"
     )
 )(lint.lint)
+app.add_typer(explain.app, name="explain")
 app.command(epilog=examples("mlxkv doctor", "mlxkv doctor --json"))(doctor.doctor)
 
 

@@ -56,18 +56,24 @@ Cold = Annotated[
     ),
 ]
 NoCold = Annotated[
-    bool, typer.Option("--no-cold", envvar="MLXKV_NO_COLD", help="Keep blocks in memory only; write no file.")
+    bool,
+    typer.Option("--no-cold", metavar="", envvar="MLXKV_NO_COLD", help="Keep blocks in memory only; write no file."),
 ]
 Log = Annotated[
     Path | None,
     typer.Option("--log", metavar="FILE", envvar="MLXKV_LOG", parser=_path, help="Add the block log to this file."),
 ]
 LogText = Annotated[
-    bool, typer.Option("--log-text", help="Put the prompts' text into the block log too; without it, none is.")
+    bool,
+    typer.Option("--log-text", metavar="", help="Put the prompts' text into the block log too; without it, none is."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before deleting.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done and do nothing.")]
+KvBits = Annotated[
+    int | None,
+    typer.Option("--kv-bits", metavar="4|8", help="Quantised KV, where mlx-lm can: smaller blocks of their own."),
+]
+Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON object and nothing else on stdout.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", metavar="", help="Do not ask before deleting.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", metavar="", help="Show what would be done and do nothing.")]
 
 
 def examples(*commands: str) -> str:

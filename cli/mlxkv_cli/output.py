@@ -16,7 +16,7 @@ from pathlib import Path
 
 import typer
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 from mlxkv.core.errors import UsageError
@@ -103,6 +103,36 @@ class Output:
         with Progress(*columns, console=self._err, transient=True, disable=not self._err.is_terminal) as bar:
             task = bar.add_task(printable(what), total=total)
             yield lambda amount: bar.advance(task, amount)
+
+    @contextmanager
+    def prefills(self) -> Iterator[Callable[[Sequence[tuple[str, int, int]]], None]]:
+        """Bars on stderr for prompts that take long; yields the function that tells (request, tokens done, of all).
+
+        A request that is not told any more loses its bar. Nothing is drawn when stderr is no terminal.
+        """
+        columns = (
+            TextColumn("prefill {task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self._err, transient=True, disable=not self._err.is_terminal) as bars:
+            tasks: dict[str, TaskID] = {}
+
+            def update(told: Sequence[tuple[str, int, int]]) -> None:
+                for request, done, total in told:
+                    if request not in tasks:
+                        tasks[request] = bars.add_task(printable(request), total=total)
+                    bars.update(tasks[request], completed=done)
+                for request in tasks.keys() - {request for request, _, _ in told}:
+                    bars.remove_task(tasks.pop(request))
+
+            yield update
+
+    @property
+    def terminal(self) -> Console:
+        """The console of the talk, for what redraws itself."""
+        return self._err
 
 
 def _print_text(console: Console, text: str, style: str = "") -> None:

@@ -64,7 +64,7 @@ def measure() -> Iterator[CatalogFigures]:
 
 
 def _write() -> None:
-    note = "Written by `python -m mlxkv.budget.catalog`; held against the trace by tests/budget/test_catalog.py."
+    note = "Written by `python -m mlxkv.budget.catalog`; held against the trace by tests/budget/test_plan.py."
     data = {"_note": note, "mlx_lm": version("mlx-lm"), "models": [asdict(row) for row in measure()]}
     Path(str(files("mlxkv.budget") / _FILE)).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 

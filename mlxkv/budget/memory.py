@@ -132,11 +132,11 @@ class Deployment:
 
     def max_context_tokens(self, sequences: int = 1) -> int:
         """The longest context that fits, to the token; 0 when none does. At most the model's own maximum."""
-        return _largest(lambda tokens: self.fits(tokens, sequences), MOST_TOKENS)
+        return largest(lambda tokens: self.fits(tokens, sequences), MOST_TOKENS)
 
     def max_sequences(self, tokens: int) -> int:
         """Most sequences of `tokens` tokens that fit; 0 when not even one does."""
-        return _largest(lambda sequences: self.fits(tokens, sequences), MOST_SEQUENCES)
+        return largest(lambda sequences: self.fits(tokens, sequences), MOST_SEQUENCES)
 
     def left_bytes(self, tokens: int, sequences: int = 1) -> int:
         """What is left under the GPU limit for a hot tier; 0 when it does not fit."""
@@ -245,7 +245,7 @@ def _own_bytes(cost: CacheCost, tokens: int, shared_tokens: int) -> int:
     return together - cost.growth_bytes_per_token * rows
 
 
-def _largest(passes: Callable[[int], bool], most: int) -> int:
+def largest(passes: Callable[[int], bool], most: int) -> int:
     """The largest number from 0 to `most` that passes, where each below one that passes does too."""
     low, high = 0, most
     while low < high:

@@ -19,9 +19,11 @@ from mlxkv.budget.memory import (
     Deployment,
     Memory,
     Verdict,
+    largest,
 )
 from mlxkv.budget.model import TracedModel, trace_model
 from mlxkv.budget.source import Source, find_source
+from mlxkv.cache.checkpoint import cadence_of
 from mlxkv.core.errors import UsageError
 from mlxkv.core.units import KIB
 from mlxkv.models.trace import BLOCK_TOKENS, WeightSpec
@@ -108,7 +110,10 @@ class ContextPlan:
 
 @dataclass(frozen=True)
 class TierPlan:
-    """A tier's budget, and how many tokens of prefixes it holds, in whole blocks."""
+    """A tier's budget, and how many tokens of prefixes it holds, in whole blocks.
+
+    With a recurrent state: of one prefix, its checkpoints counted; without one it could not be resumed.
+    """
 
     bytes: int
     tokens: int
@@ -260,8 +265,16 @@ def _kv_figures(model: TracedModel) -> KvFigures:
 
 def _tier_tokens(model: TracedModel, budget_bytes: int, more_bytes: int) -> int:
     """Tokens of prefixes in whole blocks; a file on the SSD takes `more_bytes` for its header and its last page."""
-    block = model.trace.stored_block_bytes
-    return budget_bytes // (block + more_bytes) * BLOCK_TOKENS if block else 0
+    block, state = model.trace.stored_block_bytes, model.trace.fixed_bytes
+    if not state:
+        return budget_bytes // (block + more_bytes) * BLOCK_TOKENS if block else 0
+    cadence = cadence_of(state, block // BLOCK_TOKENS)
+
+    def fit(blocks: int) -> bool:
+        checkpoints = -(-blocks * BLOCK_TOKENS // cadence)
+        return blocks * (block + more_bytes) + checkpoints * (state + more_bytes) <= budget_bytes
+
+    return largest(fit, MOST_TOKENS // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 def _check(what: str, value: int, most: int, *, least: int = 1) -> None:

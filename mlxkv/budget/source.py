@@ -11,6 +11,7 @@ from typing import Any
 from mlxkv.core.errors import ModelError, ModelNotFoundError
 from mlxkv.models import catalog
 from mlxkv.models.config import Config, check_config, parse_config, read_config
+from mlxkv.models.gguf_header import config_from_gguf
 
 _INDEX = "model.safetensors.index.json"
 
@@ -68,8 +69,6 @@ def _from_path(path: Path) -> Source:
     if path.is_dir():
         return Source(path.resolve().name, f"directory {path}", read_config(path), _files_bytes(path))
     if path.suffix.lower() == ".gguf":
-        from mlxkv.models.gguf import config_from_gguf  # imports mlx_lm and transformers, 1 s: only for a GGUF
-
         return Source(path.stem, f"GGUF metadata of {path}", config_from_gguf(path), path.stat().st_size)
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
     return Source(name, f"file {path}", read_config(path))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
 from logging.handlers import RotatingFileHandler
@@ -89,8 +89,11 @@ def as_fields(event: BlockEvent | RequestEvent) -> dict[str, object]:
 class BlockLog:
     """Writes events to a file that is rotated by size, or nowhere. Owner: any thread; the handler has a lock.
 
-    A log that cannot be written says so once through `logging` and never stops a request.
+    A log that cannot be written says so once through `logging` and never stops a request. `listener`, when it is set,
+    hears every event too, on the thread it happens on.
     """
+
+    listener: Callable[[BlockEvent | RequestEvent], None] | None = None
 
     def __init__(self, path: Path | None = None, *, rotate_bytes: int = ROTATE_BYTES) -> None:
         self._process = os.getpid()
@@ -115,6 +118,8 @@ class BlockLog:
 
     def write(self, event: BlockEvent | RequestEvent) -> None:
         """Add one line."""
+        if self.listener is not None:
+            self.listener(event)
         if self._handler is None:
             return
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")

@@ -24,11 +24,14 @@ def cadence_tokens(layout: Layout) -> int:
     >>> cadence_tokens(Layout((keys,), (state,)))
     192
     """
-    if not layout.states:
-        return 0
-    if not layout.bytes_per_token:
+    return cadence_of(layout.checkpoint_bytes, layout.bytes_per_token) if layout.states else 0
+
+
+def cadence_of(checkpoint_bytes: int, bytes_per_token: int) -> int:
+    """The same from the bytes of a checkpoint and of a token's keys and values."""
+    if not bytes_per_token:
         return CADENCE_WITHOUT_KV
-    tokens = layout.checkpoint_bytes / (SHARE / 2 * layout.bytes_per_token)
+    tokens = checkpoint_bytes / (SHARE / 2 * bytes_per_token)
     return max(-(-int(tokens) // BLOCK_TOKENS), 1) * BLOCK_TOKENS
 
 

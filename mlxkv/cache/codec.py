@@ -143,15 +143,8 @@ def read_block(
     """
     fd = _open(path)
     try:
-        header, table, found, created, digest = _read_header(fd)
-        if found != block:
-            raise DamagedBlockError(_difference(found, block))
-        if table != block.table(layout):
-            raise DamagedBlockError("shapes and dtypes")
-        nbytes = _read_payload(fd, views, len(header), table, digest.split(), tensors)
-        if encode_header(block, layout, digest, created) != header:
-            raise DamagedBlockError("header bytes")
-        return nbytes
+        length, digest = _read_own_header(fd, block, layout)
+        return _read_payload(fd, views, length, block.table(layout), digest.split(), tensors)
     finally:
         os.close(fd)
 
@@ -216,7 +209,29 @@ def _open(path: Path) -> int:
     return fd
 
 
-def _read_header(fd: int) -> tuple[bytes, Table, BlockIdentity, str, str]:
+def _read_own_header(fd: int, block: BlockIdentity, layout: Layout) -> tuple[int, str]:
+    """Length of the header and the digests in it, when it is to the byte the one that would be written for `block`.
+
+    Equal bytes are all checks in one; what is wrong with others is looked for only then.
+    """
+    header, size = _header_bytes(fd)
+    try:
+        metadata = json.loads(header[8:])["__metadata__"]
+        created, digest = str(metadata["created"]), str(metadata["payload_xxh3_128"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        created = digest = ""
+    nbytes = sum(tensor.nbytes for tensor in block.table(layout))
+    expected = encode_header(block, layout, digest, created)
+    if header != expected or size != len(header) + nbytes or not _is_named_right(block):
+        _, table, found, _, _ = _read_header(fd)
+        if found != block:
+            raise DamagedBlockError(_difference(found, block))
+        raise DamagedBlockError("header bytes" if table == block.table(layout) else "shapes and dtypes")
+    return len(header), digest
+
+
+def _header_bytes(fd: int) -> tuple[bytes, int]:
+    """The length and the header as they are in the file, and the file's size."""
     size = os.fstat(fd).st_size
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if size < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
@@ -224,6 +239,12 @@ def _read_header(fd: int) -> tuple[bytes, Table, BlockIdentity, str, str]:
     header = os.pread(fd, 8 + length, 0)
     if len(header) != 8 + length:
         raise DamagedBlockError("size")
+    return header, size
+
+
+def _read_header(fd: int) -> tuple[bytes, Table, BlockIdentity, str, str]:
+    """The header of any block, checked without knowing whose it should be."""
+    header, size = _header_bytes(fd)
     try:
         tensors = json.loads(header[8:])
         metadata = tensors.pop("__metadata__")
@@ -231,7 +252,7 @@ def _read_header(fd: int) -> tuple[bytes, Table, BlockIdentity, str, str]:
             Stored(name, t["dtype"], tuple(t["shape"]), t["data_offsets"][1] - t["data_offsets"][0])
             for name, t in tensors.items()
         )
-        expected_size = 8 + length + sum(tensor.nbytes for tensor in table)
+        expected_size = len(header) + sum(tensor.nbytes for tensor in table)
         digest = xxhash.xxh3_128_hexdigest(_json({**metadata, "header_xxh3_128": _NO_DIGEST}, tensors))
         if size != expected_size:
             raise DamagedBlockError("size")
@@ -287,52 +308,52 @@ def _read_payload(
     if sum(view.nbytes for view in views) != wanted:
         raise DamagedBlockError("size")
     waiting = list(views)
-    total = 0
     for i, tensor in enumerate(table):
         if tensors is None or i in tensors:
             digest = xxhash.xxh3_128()
             start = offset
-            for run in _runs(_take(waiting, tensor.nbytes)):
-                start += _read_all(fd, run, start)
+            for run, nbytes in _runs(_take(waiting, tensor.nbytes)):
+                _read_all(fd, run, nbytes, start)
+                start += nbytes
                 for view in run:
                     digest.update(view)
             if digest.hexdigest() != digests[i]:
                 raise DamagedBlockError("payload digest")
-            total += tensor.nbytes
         offset += tensor.nbytes
-    return total
+    return wanted
 
 
 def _take(views: list[View], nbytes: int) -> list[View]:
     """Take the first `nbytes` off `views`, cutting the last view where it is longer."""
-    taken: list[View] = []
+    end = 0
     while nbytes:
-        view = views.pop(0)
+        view = views[end]
         if view.nbytes > nbytes:
-            views.insert(0, view[nbytes:])
-            view = view[:nbytes]
-        taken.append(view)
-        nbytes -= view.nbytes
+            views[end : end + 1] = [view[:nbytes], view[nbytes:]]
+        nbytes -= views[end].nbytes
+        end += 1
+    taken = views[:end]
+    del views[:end]
     return taken
 
 
-def _runs(views: Sequence[View]) -> Iterator[Sequence[View]]:
-    """Cut `views` into runs of about `_RUN_BYTES`."""
+def _runs(views: Sequence[View]) -> Iterator[tuple[Sequence[View], int]]:
+    """Cut `views` into runs of about `_RUN_BYTES`, each with its bytes."""
     start = nbytes = 0
     for stop, view in enumerate(views):
-        if nbytes and (nbytes + view.nbytes > _RUN_BYTES or stop - start == _VECTORS):
-            yield views[start:stop]
+        size = view.nbytes
+        if nbytes and (nbytes + size > _RUN_BYTES or stop - start == _VECTORS):
+            yield views[start:stop], nbytes
             start, nbytes = stop, 0
-        nbytes += view.nbytes
+        nbytes += size
     if start < len(views):
-        yield views[start:]
+        yield views[start:], nbytes
 
 
-def _read_all(fd: int, views: Sequence[View], offset: int) -> int:
-    """Fill `views` from `offset` on; returns their bytes."""
-    total = sum(view.nbytes for view in views)
+def _read_all(fd: int, views: Sequence[View], nbytes: int, offset: int) -> None:
+    """Fill `views`, which are `nbytes`, from `offset` on."""
     read = os.preadv(fd, views, offset)
-    while read < total:  # a signal came, or the file ends early
+    while read < nbytes:  # a signal came, or the file ends early
         waiting, skip = [], read
         for view in views:
             waiting.append(view[skip:])
@@ -341,7 +362,6 @@ def _read_all(fd: int, views: Sequence[View], offset: int) -> int:
         if count == 0:
             raise DamagedBlockError("size")
         read += count
-    return total
 
 
 if sys.byteorder != "little":

@@ -347,7 +347,7 @@ class ColdTier:
         return self.counters.evicted_blocks - before, freed
 
     def delete(self, rows: Sequence[Row], *, reason: str) -> tuple[int, int]:
-        """Delete these blocks, deepest first, and nothing that is not a block; returns blocks and bytes deleted."""
+        """Delete these blocks, deepest first, and folders that are empty then; returns blocks and their bytes."""
         index = self._online()
         blocks = freed = 0
         for row in sorted(rows, key=lambda row: -row.index):
@@ -356,6 +356,7 @@ class ColdTier:
                     self._evict(index, held, reason)
                     blocks += 1
                     freed += held.nbytes
+        self._drop_empty_folders()
         return blocks, freed
 
     def adopt(self) -> None:
@@ -366,6 +367,9 @@ class ColdTier:
         """Delete what is in quarantine, and the folders and descriptions of roots that hold no block."""
         while self._drop_quarantined():
             pass
+        self._drop_empty_folders()
+
+    def _drop_empty_folders(self) -> None:
         for root in _directories(self.directory, 64):
             for fan in _directories(root, 2):
                 with suppress(OSError):
@@ -411,24 +415,32 @@ class ColdTier:
 
     def _sound_index(self) -> Index | None:
         """The index that is there; None when there is none or it is damaged, which is announced."""
-        if not (self.directory / FILE_NAME).exists():
-            return None
-        try:
-            index = Index(self.directory)
-            if index.is_sound():
-                return index
-            index.close()
-        except sqlite3.DatabaseError as error:
-            if not is_damage(error):
-                raise
+        files = self._index_files()
+        if not any(path.is_dir() for path in files):
+            if not files[0].exists():
+                return None
+            try:
+                index = Index(self.directory)
+                if index.is_sound():
+                    return index
+                index.close()
+            except sqlite3.DatabaseError as error:
+                if not is_damage(error):
+                    raise
         logger.warning("cold tier: the index is damaged; the block files say what is held")
         return None
 
     def _new_index(self) -> Index:
-        for suffix in ("", "-wal", "-shm"):
+        for path in self._index_files():
             with suppress(FileNotFoundError):
-                os.unlink(self.directory / (FILE_NAME + suffix))
+                if path.is_dir() and not path.is_symlink():  # nobody knows what is in it: it makes way, and stays
+                    os.rename(path, f"{path}.{uuid.uuid4().hex[:8]}.aside")
+                else:
+                    os.unlink(path)
         return Index(self.directory)
+
+    def _index_files(self) -> list[Path]:
+        return [self.directory / (FILE_NAME + suffix) for suffix in ("", "-wal", "-shm")]
 
     def _set_aside(self, path: Path, reason: str) -> None:
         self.counters.damaged_blocks += 1
@@ -653,7 +665,8 @@ def absent_mount_point(directory: Path) -> Path | None:
         depth = len(parents)
         if directory.parts[:depth] == parents and len(directory.parts) > depth:
             mount = Path(*directory.parts[: depth + 1])
-            if not mount.exists():
+            itself = parents[-1] == "mnt" and os.path.ismount(mount.parent)  # /mnt is the disk, and not where disks are
+            if not itself and not mount.exists():
                 return mount
     return None
 

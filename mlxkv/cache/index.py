@@ -67,6 +67,10 @@ class Row:
     hits: int
 
     @property
+    def is_checkpoint(self) -> bool:
+        return not self.tokens
+
+    @property
     def identity(self) -> BlockIdentity:
         return BlockIdentity(self.root, self.name, self.parent, self.index, self.tokens)
 

@@ -35,7 +35,9 @@ class RootUse:
     root: BlockName
     model: str
     blocks: int
+    checkpoints: int
     tokens: int
+    block_bytes: int
     used_bytes: int
     hits: int
     last_used: float
@@ -43,11 +45,17 @@ class RootUse:
 
 @dataclass(frozen=True)
 class ChainRow:
-    """A block with its place among the chains: `depth` 0 starts one, `branches` says how many continue it."""
+    """A block or a checkpoint with its place among the chains.
+
+    Attributes:
+        branches: how many blocks continue it.
+        used: when it or anything that continues it was used last. A row alone does not say: see `Index.hit`.
+    """
 
     row: Row
     model: str
     branches: int
+    used: float
 
 
 @dataclass
@@ -76,8 +84,10 @@ def roots(tier: ColdTier) -> list[RootUse]:
         RootUse(
             root=root,
             model=model_of(tier, root),
-            blocks=len(rows),
+            blocks=sum(not row.is_checkpoint for row in rows),
+            checkpoints=sum(row.is_checkpoint for row in rows),
             tokens=sum(len(row.tokens) // TOKEN_BYTES for row in rows),
+            block_bytes=sum(row.nbytes for row in rows if not row.is_checkpoint),
             used_bytes=sum(row.nbytes for row in rows),
             hits=sum(row.hits for row in rows),
             last_used=max(row.used for row in rows),
@@ -96,18 +106,33 @@ def model_of(tier: ColdTier, root: BlockName) -> str:
 def chains(tier: ColdTier) -> Iterator[ChainRow]:
     """Every block, chain by chain: a block is followed by what continues it, the most recently used first."""
     children: dict[BlockName, list[Row]] = {}
-    for row in tier.rows():
+    rows = tier.rows()
+    used = {row.name: row.used for row in rows}
+    for row in sorted(rows, key=lambda row: -row.index):
         children.setdefault(row.root if row.index == 0 else row.parent, []).append(row)
+        if row.parent in used:
+            used[row.parent] = max(used[row.parent], used[row.name])
     models: dict[BlockName, str] = {}
     firsts = [row for rows in children.values() for row in rows if row.index == 0]
-    waiting = sorted(firsts, key=lambda row: (row.root, row.used))
+    waiting = sorted(firsts, key=lambda row: (row.root, used[row.name]))
     while waiting:
         row = waiting.pop()
         if row.root not in models:
             models[row.root] = model_of(tier, row.root)
-        following = sorted(children.get(row.name, []), key=lambda child: child.used)
-        yield ChainRow(row, models[row.root], len(following))
+        following = sorted(children.get(row.name, []), key=lambda child: used[child.name])
+        branches = sum(not child.is_checkpoint for child in following)
+        yield ChainRow(row, models[row.root], branches, used[row.name])
         waiting += following
+
+
+def last_used(tier: ColdTier, row: Row) -> float:
+    """When a block or anything that continues it was used last. Cost: one query a block that continues it."""
+    latest, waiting = row.used, [row]
+    while waiting:
+        following = tier.children(waiting.pop().name)
+        latest = max([latest, *(child.used for child in following)])
+        waiting += following
+    return latest
 
 
 def plan_prune(tier: ColdTier, keep_bytes: int) -> list[Row]:

@@ -177,7 +177,7 @@ class BlockStore:
         plan = Plan(found, self._reason(root, packed, found))
         if self._roots[root][0].states:
             self._end_at_checkpoint(plan)
-        self._pin(plan, plan.match.parts)
+        self._pin(plan, plan.match.parts, plan.checkpoint)
         return plan
 
     def shorten(self, plan: Plan, parts: int, reason: str) -> None:
@@ -188,7 +188,7 @@ class BlockStore:
         if needs_checkpoint:
             self._end_at_checkpoint(plan)
             plan.reason = reason
-        self._pin(plan, plan.match.parts)
+        self._pin(plan, plan.match.parts, plan.checkpoint)
 
     def release(self, plan: Plan) -> None:
         """Give back the pins of a plan; a second call does nothing."""
@@ -200,10 +200,15 @@ class BlockStore:
         plan.pins = []
 
     def unpin_tail(self, plan: Plan) -> None:
-        """Once its tokens are copied the tail of a plan may go: a longer one takes its place. The rest stays pinned."""
-        if plan.match.parts and plan.match.parts[-1].is_tail:
+        """Once copied, the tail and the checkpoint of a plan may go: later ones take their place. The rest stays.
+
+        A checkpoint that stayed pinned would keep its successor out of a tier with room for one.
+        """
+        parts = plan.match.parts
+        tail = bool(parts) and parts[-1].is_tail
+        if tail or plan.checkpoint is not None:
             self.release(plan)
-            self._pin(plan, plan.match.parts[:-1])
+            self._pin(plan, parts[:-1] if tail else parts, None)
 
     def why_gone(self, name: BlockName) -> str | None:
         """Why a block that was held is not any more; None when it was never seen to go."""
@@ -382,8 +387,8 @@ class BlockStore:
                     return i + 1, Part(name, parts[i].name, i + 1, b"", 0, "cold")
         return 0, None
 
-    def _pin(self, plan: Plan, parts: Sequence[Part]) -> None:
-        pinned = [*parts, *([plan.checkpoint] if plan.checkpoint else [])]
+    def _pin(self, plan: Plan, parts: Sequence[Part], checkpoint: Part | None) -> None:
+        pinned = [*parts, *([checkpoint] if checkpoint else [])]
         for tier, name in {part.tier: part.name for part in pinned}.items():  # the deepest of each tier
             if tier == "hot":
                 self.hot.pin(name)

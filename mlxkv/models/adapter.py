@@ -143,9 +143,7 @@ class Adapter:
         plain = plain_prompt_cache(module)
         keeping = any(type(leaf) is RotatingKVCache and leaf.keep for _, leaf in leaves(plain))
         traced = trace_caches(module, plain, BLOCK_TOKENS)
-        others = sorted({cache.class_name for cache in traced} - KNOWN) + ["RotatingKVCache with keep"] * keeping
-        dtypes = {array.dtype for cache in traced for array in cache.arrays}
-        others += [f"arrays of {dtype}" for dtype in sorted(dtypes - DTYPES.keys())]
+        others = not_kept(traced) + ["RotatingKVCache with keep"] * keeping
         if not others and any(cache.kind == "state" for cache in traced):
             others += _growing(traced, trace_caches(module, plain, 1))
         if others:
@@ -241,6 +239,13 @@ def _growing(short: Sequence[TracedCache], long: Sequence[TracedCache]) -> list[
     pairs = [pair for pair in zip(short, long, strict=True) if pair[0].kind == "state"]
     grown = {a.class_name for a, b in pairs if [x.shape for x in a.arrays] != [x.shape for x in b.arrays]}
     return [f"{name} with arrays that grow" for name in sorted(grown)]
+
+
+def not_kept(traced: Sequence[TracedCache]) -> list[str]:
+    """What in a model's cache can be neither cut nor checkpointed: classes, then dtypes."""
+    dtypes = {array.dtype for cache in traced for array in cache.arrays}
+    classes = {cache.class_name for cache in traced}
+    return [*sorted(classes - KNOWN), *(f"arrays of {dtype}" for dtype in sorted(dtypes - DTYPES.keys()))]
 
 
 def layout_of(live: Iterable[TracedCache]) -> Layout:

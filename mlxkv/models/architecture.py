@@ -63,6 +63,11 @@ def make_model(config: Config) -> nn.Module:
         raise ModelError(f"config.json of model_type {model_type!r} {_reason(error, complete)}") from error
 
 
+def sentence(error: BaseException) -> str:
+    """What an exception says, without its stop and without the signatures that MLX lists for a wrong argument."""
+    return str(error).partition(" The following argument types")[0].partition("\n")[0].rstrip(".: ")
+
+
 def traced_module(name: str) -> ModuleType:
     """mlx-lm's file `models/<name>.py` as the private copy that `make_model` builds from."""
     with _kernels_stubbed():
@@ -177,7 +182,7 @@ def _reason(error: Exception, config: Config) -> str:
     unset = [key for key in _ATTRIBUTE.findall(line) if "NoneType" in str(error) and config.get(key) is None]
     if unset:
         return f"lacks the key {unset[0]}, or holds null there."
-    return f"cannot be used by mlx-lm: {str(error).rstrip('.')}."
+    return f"cannot be used by mlx-lm: {sentence(error)}."
 
 
 def _listed(keys: list[str]) -> str:

@@ -140,11 +140,13 @@ class BlockCache:
         marks: Sequence[int] = (),
         keep: bool = True,
         wait: bool = True,
+        request: str | None = None,
     ) -> CachedSequence:
         """Match and restore the longest held prefix of `tokens`.
 
         Args:
             keep: False publishes nothing of this sequence.
+            request: its id in the log; one is made up when absent.
             wait: False returns while files are still being read; call `CachedSequence.poll` until it is True.
             marks: lengths of prefixes that other prompts may share, such as the system prompt: a model with states is
                 checkpointed there.
@@ -154,7 +156,7 @@ class BlockCache:
         """
         if not len(tokens):
             raise UsageError("the prompt has no tokens; give at least one.")
-        sequence = CachedSequence(self, pack(tokens), self.root(salt), marks, keep=keep)
+        sequence = CachedSequence(self, pack(tokens), self.root(salt), marks, keep=keep, request=request)
         while not sequence.poll(wait=wait) and wait:
             pass
         return sequence
@@ -183,6 +185,24 @@ class BlockCache:
         if self.layout.states and held % BLOCK_TOKENS == 0:
             committer.checkpoint(held, self._adapter.state(source))
         return committed
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether blocks that one request publishes can be there for another."""
+        return self._adapter is not None and (self.store.hot.budget_bytes > 0 or self.store.cold is not None)
+
+    def new_prompt_cache(self) -> PromptCache:
+        """An empty prompt cache, as a sequence would begin with."""
+        return self._adapter.new_prompt_cache() if self._adapter else plain_prompt_cache(self._module)
+
+    def pin(self, tokens: Sequence[int], *, salt: str = "") -> Callable[[], None]:
+        """Keep what is held of `tokens` from being evicted, until the function that is returned is called."""
+        plan = self.store.plan(self.root(salt), pack(tokens))
+        return lambda: self.store.release(plan)
+
+    def is_held(self, name: BlockName) -> bool:
+        """Whether a tier holds this full block."""
+        return self.store.is_held(name)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the store breaks an invariant."""
@@ -299,9 +319,18 @@ class CachedSequence:
     finishes, `describe` makes the outline in its record from the reply's tokens; `text` goes there as it is.
     """
 
-    def __init__(self, cache: BlockCache, packed: bytes, root: BlockName, marks: Sequence[int], *, keep: bool) -> None:
+    def __init__(
+        self,
+        cache: BlockCache,
+        packed: bytes,
+        root: BlockName,
+        marks: Sequence[int],
+        *,
+        keep: bool,
+        request: str | None,
+    ) -> None:
         self._started = time.perf_counter()
-        self.id = uuid.uuid4().hex[:12]
+        self.id = request or uuid.uuid4().hex[:12]
         self.plan = cache.store.plan(root, packed)
         self.prompt_tokens = len(packed) // TOKEN_BYTES
         self.first_token_s: float | None = None
@@ -368,6 +397,11 @@ class CachedSequence:
         self._position = self.held
         store.used([*plan.match.parts, *([plan.checkpoint] if plan.checkpoint else [])])
         store.unpin_tail(plan)
+
+    @property
+    def position(self) -> int:
+        """Tokens that the model has seen."""
+        return self._position
 
     @property
     def computed_tokens(self) -> int:

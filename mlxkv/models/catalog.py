@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -60,10 +60,19 @@ def find(name: str) -> CatalogModel:
 
 
 def suggest(name: str) -> list[str]:
-    """The three names nearest to `name`, nearest first; an organisation in front of it does not count."""
-    spelled = {known.casefold(): known for known in names()}
+    """The three names nearest to `name`, nearest first; an organisation in front of it does not count.
+
+    A name that begins as `name` does, or that `name` begins with, comes before any other.
+    """
     wanted = name.strip().casefold().rpartition("/")[2]
-    return [spelled[key] for key in difflib.get_close_matches(wanted, spelled, n=_SUGGESTIONS, cutoff=0)]
+    matcher = SequenceMatcher(b=wanted)
+
+    def nearness(known: str) -> tuple[bool, float]:
+        spelled = known.casefold()
+        matcher.set_seq1(spelled)
+        return spelled.startswith(wanted) or wanted.startswith(spelled), matcher.ratio()
+
+    return sorted(names(), key=nearness, reverse=True)[:_SUGGESTIONS]
 
 
 @cache

@@ -13,7 +13,7 @@ Message = Mapping[str, Any]
 """`role` and `content`, as the OpenAI API has them."""
 
 
-def system_tokens(tokenizer: Any, messages: Sequence[Message], prompt: Sequence[int]) -> int:
+def system_tokens(tokenizer: Any, messages: Sequence[Message], prompt: Sequence[int], **template: Any) -> int:
     """How many leading tokens of `prompt` its system message alone gives; 0 without one.
 
     Other conversations with the same system message share them, so a model with states is checkpointed there.
@@ -21,7 +21,7 @@ def system_tokens(tokenizer: Any, messages: Sequence[Message], prompt: Sequence[
     if not messages or messages[0].get("role") != "system":
         return 0
     try:
-        alone = tokenizer.apply_chat_template([messages[0]], add_generation_prompt=False)
+        alone = tokenizer.apply_chat_template([messages[0]], add_generation_prompt=False, **template)
     except TemplateError:
         return 0  # a template that wants a user message first
     return next(
@@ -52,6 +52,6 @@ def render(
         ids = tokenizer.apply_chat_template(
             list(messages), tools=list(tools) or None, add_generation_prompt=True, **(options or {})
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise UsageError(f"the chat template refuses these messages ({error}); check roles and their order.") from error
     return [int(token) for token in ids]

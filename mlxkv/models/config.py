@@ -165,6 +165,8 @@ def _check_count(value: object, key: str, source: str) -> None:
     if value is None:
         return
     items: list[Any] = value if isinstance(value, list) else [value]
+    if not items:
+        raise ModelError(f"{source}: {key} is an empty list; it must be a whole number above zero.")
     least = 0 if isinstance(value, list) else 1
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int) or not least <= item <= _MAX_COUNT:

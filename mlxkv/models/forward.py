@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxkv.core.errors import ModelError
-from mlxkv.models.architecture import CONFIG_FAULTS, replaced
+from mlxkv.models.architecture import CONFIG_FAULTS, replaced, sentence
 
 _patching = threading.RLock()
 
@@ -101,9 +101,7 @@ def forward(module: nn.Module, caches: Sequence[Any], record: Record) -> mx.arra
         try:
             logits: mx.array = module(mx.zeros((1, record.tokens), mx.int32), cache=caches)
         except CONFIG_FAULTS as error:
-            raise ModelError(
-                f"the model's forward pass fails on {record.tokens} tokens: {str(error).rstrip('.')}."
-            ) from error
+            raise ModelError(f"the model's forward pass fails on {record.tokens} tokens: {sentence(error)}.") from error
         finally:
             module.update(parameters)
     return logits

@@ -15,6 +15,7 @@ from mlxkv.core.config import default_hot_bytes
 from mlxkv.core.errors import ModelError, ModelNotFoundError
 from mlxkv.core.platform import default_cache_dir, keep_open_files_limit
 from mlxkv.models.config import context_window, read_config
+from mlxkv.models.detokenizer import keep_every_byte
 from mlxkv.models.fingerprint import (
     FORMAT,
     config_digest,
@@ -89,7 +90,7 @@ def tokenizer_of(model: str) -> TokenizerWrapper:
     if path.is_file() and path.suffix.lower() == ".gguf":
         return tokenizer_from_gguf(path)
     try:
-        return load_tokenizer(path if path.is_dir() else _from_hub(model))
+        return keep_every_byte(load_tokenizer(path if path.is_dir() else _from_hub(model)))
     except _UNREADABLE as error:
         raise ModelError(f"mlx-lm cannot load the tokenizer of {model} ({error}); is the download complete?") from error
 
@@ -124,7 +125,7 @@ def _from_directory(name: str, path: Path, adapter: str | Path | None, *, parano
     shards = _shards(path)
     try:
         module, config = load_model(path, lazy=False)
-        tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+        tokenizer = keep_every_byte(load_tokenizer(path, eos_token_ids=config.get("eos_token_id")))
         if adapter is not None:
             module = load_adapters(module, str(adapter))
     except _UNREADABLE as error:

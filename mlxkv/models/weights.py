@@ -18,11 +18,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mlxkv.core.errors import ModelError, UsageError
-from mlxkv.models.architecture import CONFIG_FAULTS, make_model, traced_module
+from mlxkv.models.architecture import CONFIG_FAULTS, make_model, sentence, traced_module
 from mlxkv.models.config import Config, check_config, text_level
 
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUP_SIZES = (32, 64, 128)
+_GROUP_SIZES = (16, *AFFINE_GROUP_SIZES)
 _DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 _PACKED_PARTS = ("scales", "biases", "global_scale")
 
@@ -119,7 +120,7 @@ def _size(name: str, array: mx.array, bits: Mapping[str, int]) -> int:
 def _dtype(config: Config, weights: WeightSpec | None) -> mx.Dtype:
     """The floating dtype of what is not quantised; the KV cache follows it."""
     level = text_level(config)
-    stated = next((level[key] for key in ("torch_dtype", "dtype") if level.get(key) in _DTYPES), "bfloat16")
+    stated = next((level[key] for key in ("torch_dtype", "dtype") if level.get(key) in tuple(_DTYPES)), "bfloat16")
     if weights is not None and weights.bits == 32:
         return mx.float32
     if weights is not None and weights.bits == 16 and stated == "float32":
@@ -158,7 +159,12 @@ def _quantize(
     layers: Mapping[str, Any] = MappingProxyType({}),
     wanted: Predicate | None = None,
 ) -> None:
-    """Quantise in place with `settings` (bits, group_size, mode); `layers` overrides them by path (False: leave)."""
+    """Quantise in place with `settings` (bits, group_size, mode); `layers` overrides them by path (False: leave).
+
+    Raises ValueError for groups that MLX does not have: no layer would divide into them, and all would stay dense.
+    """
+    if settings["group_size"] not in _GROUP_SIZES:
+        raise ValueError(f"group_size is {settings['group_size']!r}, and MLX has groups of 16, 32, 64 and 128")
     hook = module.quant_predicate if isinstance(module, _ChoosesQuantization) else None
     choose: Predicate = wanted or hook or (lambda _path, _layer: True)
 
@@ -188,9 +194,9 @@ def _quantize_as_published(module: nn.Module, config: Config) -> None:
             _quantize(module, settings, layers=own)
         elif foreign is not None:
             _quantize_foreign(module, foreign)
-    except CONFIG_FAULTS as error:
-        what = f"lacks the key {error}" if isinstance(error, KeyError) else f"cannot be used: {error}"
-        raise ModelError(f"the quantization in config.json {what.rstrip('.')}.") from error
+    except (*CONFIG_FAULTS, re.error) as error:
+        what = f"lacks the key {error}" if isinstance(error, KeyError) else f"cannot be used: {sentence(error)}"
+        raise ModelError(f"the quantization in config.json {what}.") from error
 
 
 def _quantize_foreign(module: nn.Module, stated: dict[str, Any]) -> None:

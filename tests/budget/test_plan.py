@@ -17,6 +17,8 @@ from mlxkv.budget.machines import described_machine, with_wired_limit
 from mlxkv.budget.plot import plot
 from mlxkv.budget.schema import json_form
 from mlxkv.budget.terms import terms
+from mlxkv.cache.checkpoint import positions
+from mlxkv.cache.layout import ArraySpec, Layout, StateSpec
 from mlxkv.core.errors import ModelError, UsageError
 from mlxkv.core.units import GIB, MIB
 from mlxkv.models.weights import WeightSpec
@@ -109,6 +111,25 @@ def test_tiers_hold_whole_blocks():
     answer = plan("Qwen2.5-0.5B-Instruct", contexts=[4096], hot_bytes=786_432 * 10 + 1, cold_bytes=GIB)
     assert (answer.hot.tokens, answer.cold.tokens) == (640, GIB // (786_432 + 4096) * 64)
     assert answer.contexts[0].memory.hot_bytes == 786_432 * 10 + 1
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-27B", "LFM2-1.2B", "granite-4.0-h-small"])
+def test_a_tier_that_is_said_to_hold_a_prefix_has_room_for_its_checkpoints(name):
+    plans = [plan(name, contexts=[4096], hot_bytes=size) for size in (0, 64 * 2**20, 160 * 2**20, 4 * GIB)]
+    kv, state = plans[0].kv.bytes_per_block, plans[0].kv.fixed_bytes
+    for answer in plans:
+        found = answer.hot.tokens
+        ends = positions(layout_with(kv // 64, state), found + 1, ())
+        assert bool(ends) == (answer.hot.bytes >= kv + state)
+        assert found // 64 * kv + len(ends) * state <= answer.hot.bytes
+        assert not ends or ends[-1] == found
+
+
+def layout_with(bytes_per_token: int, state_bytes: int) -> Layout:
+    """One layer of keys, and one of state."""
+    return Layout(
+        (ArraySpec("0.keys", 1, bytes_per_token // 2, "float16"),), (StateSpec("1.cache.0", (state_bytes,), "uint8"),)
+    )
 
 
 def test_the_answer_is_frozen():

@@ -104,6 +104,15 @@ def test_a_gguf_is_read_by_its_metadata():
     assert answer.weights.bytes == pytest.approx(98_351_102, rel=0.001)
 
 
+@pytest.mark.skipif(not DEMO, reason="the demo model is not installed")
+def test_asking_about_a_gguf_does_not_import_a_tokenizer():
+    code = "import sys; from mlxkv.budget import plan; plan(sys.argv[1]); print({*sys.modules} & {*sys.argv[2:]})"
+    done = subprocess.run(
+        [sys.executable, "-c", code, DEMO[0], "mlx_lm", "transformers"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "set()\n"
+
+
 def test_a_file_that_is_no_gguf_is_refused(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"not a model")
     with pytest.raises(ModelError, match=r"model\.gguf"):

@@ -36,16 +36,23 @@ def test_the_page_says_what_a_token_and_a_block_cost(capsys):
     assert "0.38" in shown
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [QWEN],
-        ["Qwen3.5-27B", "--weights", "4", "--hot", "1GiB", "--cold", "20GiB", "--explain"],
-        ["Kimi-K2", "--context", "4k,128k", "--sequences", "16", "--shared-prefix", "30k", "--explain"],
-        ["gemma-3-27b", "--weights", "4", "--ram", "512GB", "--context", "100000"],
-        ["compare", QWEN, "DeepSeek-R1-Distill-Llama-8B", "gpt-oss-20b", "--weights", "4"],
-    ],
-)
+PAGES = [
+    [QWEN],
+    ["Qwen3.5-27B", "--weights", "4", "--hot", "1GiB", "--cold", "20GiB", "--explain"],
+    ["Kimi-K2", "--context", "4k,128k", "--sequences", "16", "--shared-prefix", "30k", "--explain"],
+    ["gemma-3-27b", "--weights", "4", "--ram", "512GB", "--context", "100000"],
+    ["compare", QWEN, "DeepSeek-R1-Distill-Llama-8B", "gpt-oss-20b", "--weights", "4"],
+]
+
+
+@pytest.mark.parametrize("arguments", PAGES)
+def test_no_digit_is_left_out_on_a_narrow_terminal(arguments, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    assert "\N{HORIZONTAL ELLIPSIS}" not in page(capsys, *arguments, "--chip", "M4 Pro")
+
+
+@pytest.mark.parametrize("arguments", PAGES)
 def test_the_page_fits_80_columns_without_colour(arguments, capsys):
     shown = page(capsys, *arguments, "--chip", "M4 Pro")
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80

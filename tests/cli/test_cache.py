@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,18 @@ def test_a_restored_chain_has_one_hit_more(ask, blocks):
     after = hits()
     assert sum(after[name] - before[name] for name in after) == 4
     assert max(after[name] - before[name] for name in after) == 1
+
+
+def test_a_block_was_used_when_what_continues_it_was(ask, blocks):
+    with closing(sqlite3.connect(blocks / "index.sqlite")) as index:
+        index.execute("UPDATE blocks SET used = 0")
+        index.commit()
+    with open_cache(blocks, "alpha") as cache:
+        cache.restore(FIRST)
+    found = [block for block in ask("ls", blocks)[1]["blocks"] if not block["used"].startswith("1970")]
+    assert [block["index"] for block in found] == [0, 1, 2, 3]
+    assert len({block["used"] for block in found}) == 1
+    assert ask("show", blocks, found[0]["block"])[1]["used"] == found[0]["used"]
 
 
 def test_show_finds_a_block_by_the_first_digits_of_its_name(ask, blocks):
@@ -373,6 +387,17 @@ def test_clear_of_one_model_leaves_the_other(ask, blocks):
     assert {row.root.hex() for row in names(blocks).values()} == {ask("ls", blocks)[1]["blocks"][0]["root"]}
     assert {block["model"] for block in ask("ls", blocks)[1]["blocks"]} == {"beta"}
     assert ask("clear", blocks, "--model", "gamma", "--yes")[1]["blocks"] == 0
+
+
+def test_no_empty_folder_stays_behind_a_deleted_block(ask, blocks):
+    _, sizes = ask("info", blocks)
+    folders = [path for path in blocks.rglob("*") if path.is_dir()]
+    for act in (("prune", blocks, "--keep", f"{sizes['used_bytes'] - 1}B"), ("clear", blocks, "--model", "alpha")):
+        assert ask(*act, "--yes")[1]["blocks"] > 0
+        left = [path for path in blocks.rglob("*") if path.is_dir()]
+        assert 0 < len(left) < len(folders)
+        assert all(any(path.iterdir()) for path in left)
+        folders = left
 
 
 def test_after_clear_the_cache_works_as_before(ask, blocks):

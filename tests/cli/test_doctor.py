@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,15 @@ def test_a_directory_we_may_not_write_to_is_mended_by_the_command_it_names(tmp_p
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a directory away")
+def test_a_disk_that_is_not_mounted_is_named_and_not_made_up():
+    path = Path("/Volumes/MLXKV-TEST-ABSENT/cache")
+    root, findings = look_at_cache_root(path)
+    assert "/Volumes/MLXKV-TEST-ABSENT is not mounted" in findings[0].problem
+    assert not findings[0].optional
+    assert root.mode is None
+    assert not path.parent.exists()
+
+
 def test_a_directory_of_another_user_is_named(tmp_path):
     os.chown(tmp_path, 65534, -1)
     assert f"{tmp_path} belongs to another user" in problems(tmp_path)

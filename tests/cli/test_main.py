@@ -54,6 +54,7 @@ def test_every_command_has_an_example_in_its_help(capsys):
         shown = capsys.readouterr().out
         assert "Example" in shown, name
         assert f"mlxkv {name}" in shown.split("Example")[1], name
+        assert shown.count("<bool>") == 1, f"{name}: an option that takes no value shows one (--help is Typer's own)"
 
 
 def test_the_tree_lists_what_is_inside_a_group_and_runs_it(capsys):
@@ -120,6 +121,26 @@ def test_ctrl_c_is_exit_code_130_and_silent(command, capsys):
 
     assert run(["probe"]) == 130
     assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_is_silent_before_the_commands_are_imported():
+    code = """
+import sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+from mlxkv_cli.__main__ import main
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "mlxkv_cli", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("mlxkv ")
 
 
 def test_a_negative_answer_is_exit_code_1(command):

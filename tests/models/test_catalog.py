@@ -1,6 +1,7 @@
 """The catalog's names, and what is read from a config before any model class sees it."""
 
 import json
+import re
 
 import pytest
 from tiny import tiny_llama
@@ -17,7 +18,7 @@ def test_every_entry_says_where_it_comes_from_and_can_be_built(name):
     model = catalog.find(name)
     assert model.name == name
     assert len(model.source) > 20
-    assert model.hub_id.count("/") == 1
+    assert re.fullmatch(r"[\w.-]+/[\w.-]+", model.hub_id)
     assert not any(key.startswith("_") for key in model.config)
     assert count_params(build(model.config)) > 10**8
 
@@ -57,6 +58,9 @@ def test_a_name_or_hub_id_is_found_in_any_case(written, name):
         ("llama3-8b", "Llama-3-8B"),
         ("google/gemma-3-12", "gemma-3-12b"),
         ("gpt-oss-20", "gpt-oss-20b"),
+        ("qwen2.5-0.5b", "Qwen2.5-0.5B-Instruct"),
+        ("Qwen/Qwen2.5-7B", "Qwen2.5-7B-Instruct"),
+        ("mlx-community/Llama-3-8B-Instruct-4bit", "Llama-3-8B"),
     ],
 )
 def test_a_typo_gets_three_suggestions_the_nearest_first(written, nearest):
@@ -130,7 +134,7 @@ def test_infinity_is_read_as_transformers_writes_it():
 # counts
 
 
-@pytest.mark.parametrize("value", [0, -1, "8", 2.0, True, 2**31, [2, -1], [2, "2"], {}])
+@pytest.mark.parametrize("value", [0, -1, "8", 2.0, True, 2**31, [2, -1], [2, "2"], [], {}])
 @pytest.mark.parametrize("key", ["num_key_value_heads", "hidden_size", "num_hidden_layers"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_count_that_is_none_is_refused_by_its_key_on_both_levels(key, value, nested):
@@ -196,3 +200,4 @@ def test_contexts_of_known_models():
     assert of("DeepSeek-V3") == (4096, 163_840)
     assert of("Phi-3.5-mini") == (4096, 131_072)
     assert of("Llama-3-8B") is None
+    assert of("gemma-3-12b") == (131_072, 131_072)

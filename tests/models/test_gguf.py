@@ -28,7 +28,7 @@ from tokenizers.models import BPE
 from transformers import GPT2Tokenizer, Qwen2Tokenizer
 
 from mlxkv.core.errors import MlxkvError, ModelError, ModelNotFoundError
-from mlxkv.models import gguf
+from mlxkv.models import gguf, gguf_header
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FEED_FORWARD, VOCABULARY, LAYERS = 64, 4, 2, 16, 96, 64, 2
 
@@ -223,7 +223,7 @@ def test_a_kind_mlx_would_cast_silently_is_named(tmp_path: Path, kind: Kind) -> 
 
 
 def test_kinds_have_the_names_of_the_gguf_package() -> None:
-    ours = {number: kind.name for number, kind in gguf._KINDS.items()} | gguf._REFUSED_KINDS
+    ours = {number: kind.name for number, kind in gguf_header.KINDS.items()} | gguf_header.REFUSED_KINDS
     assert ours.items() <= {kind.value: kind.name for kind in Kind}.items()
 
 
@@ -237,7 +237,7 @@ def test_untied_output_and_marks_are_in_the_config(tmp_path: Path) -> None:
         writer.add_eot_token_id(3)
 
     write_model(tmp_path / "tiny.gguf", tied=False, edit=marks)
-    config = gguf.config_from_gguf(tmp_path / "tiny.gguf")
+    config = gguf_header.config_from_gguf(tmp_path / "tiny.gguf")
     assert config == family_config("llama", tied=False) | {"bos_token_id": 1, "eos_token_id": [2, 3]}
 
 
@@ -292,21 +292,21 @@ def test_what_would_be_computed_wrong_is_named(tmp_path: Path, name: str) -> Non
     edit, match = REFUSED[name]
     write_model(tmp_path / "tiny.gguf", edit=edit)
     with pytest.raises(ModelError, match=match) as error:
-        gguf.config_from_gguf(tmp_path / "tiny.gguf")
+        gguf_header.config_from_gguf(tmp_path / "tiny.gguf")
     assert_sentence(error.value)
 
 
 def test_another_architecture_is_named(tmp_path: Path) -> None:
     finish(official.GGUFWriter(tmp_path / "other.gguf", "gemma3"))
     with pytest.raises(ModelError, match="architecture is gemma3, and only llama, qwen2, qwen3") as error:
-        gguf.config_from_gguf(tmp_path / "other.gguf")
+        gguf_header.config_from_gguf(tmp_path / "other.gguf")
     assert_sentence(error.value)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     write_model(tmp_path / "tiny.gguf", drop="blk.1.ffn_up.weight")
     with pytest.raises(ModelError, match=r"blk\.1\.ffn_up\.weight is missing") as error:
-        gguf.config_from_gguf(tmp_path / "tiny.gguf")
+        gguf_header.config_from_gguf(tmp_path / "tiny.gguf")
     assert_sentence(error.value)
 
 
@@ -320,7 +320,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     for cut in cuts:
         (tmp_path / "cut.gguf").write_bytes(whole[:cut])
         with pytest.raises(ModelError) as error:
-            gguf.read_header(tmp_path / "cut.gguf")
+            gguf_header.read_header(tmp_path / "cut.gguf")
         assert_sentence(error.value)
 
 
@@ -369,7 +369,7 @@ def test_a_hostile_header_is_refused_without_a_large_allocation(tmp_path: Path, 
     (tmp_path / "hostile.gguf").write_bytes(HOSTILE[name])
     tracemalloc.start()
     with pytest.raises(ModelError) as error:
-        gguf.read_header(tmp_path / "hostile.gguf")
+        gguf_header.read_header(tmp_path / "hostile.gguf")
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert_sentence(error.value)
@@ -378,7 +378,7 @@ def test_a_hostile_header_is_refused_without_a_large_allocation(tmp_path: Path, 
 
 def test_metadata_without_tensors_is_a_whole_file(tmp_path: Path) -> None:
     (tmp_path / "keys.gguf").write_bytes(head(1, 0, text("k") + struct.pack("<IB", 7, 1)))
-    assert gguf.read_header(tmp_path / "keys.gguf").metadata == {"k": True}
+    assert gguf_header.read_header(tmp_path / "keys.gguf").metadata == {"k": True}
 
 
 def test_layers_without_tensors_are_refused(tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_layers_without_tensors_are_refused(tmp_path: Path) -> None:
     assert key in data
     (tmp_path / "tiny.gguf").write_bytes(data.replace(key + struct.pack("<I", LAYERS), key + struct.pack("<I", 2**30)))
     with pytest.raises(ModelError, match="1,073,741,824 layers"):
-        gguf.config_from_gguf(tmp_path / "tiny.gguf")
+        gguf_header.config_from_gguf(tmp_path / "tiny.gguf")
 
 
 def test_any_changed_byte_of_the_header_gives_a_model_or_a_sentence(tmp_path: Path) -> None:
@@ -412,10 +412,10 @@ def test_any_changed_byte_of_the_header_gives_a_model_or_a_sentence(tmp_path: Pa
 
 def test_a_path_that_is_no_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"no file .*absent\.gguf") as absent:
-        gguf.read_header(tmp_path / "absent.gguf")
+        gguf_header.read_header(tmp_path / "absent.gguf")
     assert_sentence(absent.value)
     with pytest.raises(ModelError, match="cannot be read") as folder:
-        gguf.read_header(tmp_path)
+        gguf_header.read_header(tmp_path)
     assert_sentence(folder.value)
 
 

@@ -461,3 +461,16 @@ def test_the_loader_remembers_digests_beside_the_cache_and_not_in_the_model(
     assert load(str(base)).fields == first.fields
     assert load(str(base), paranoid=True).fields == first.fields
     assert len(read_files) == 3
+
+
+def test_a_draft_model_beside_its_target_has_a_root_of_its_own_on_one_store(base: Path, tmp_path: Path) -> None:
+    draft = save_model(tmp_path / "draft", CONFIG | {"num_hidden_layers": 2})
+    store = open_store(tmp_path / "blocks")
+    target_root, draft_root = (Setup(directory).bind(store)[0].root() for directory in (base, draft))
+    assert target_root != draft_root
+    for setup in (Setup(base), Setup(draft)):  # both over the same tokens, as a speculative decoder runs them
+        assert ask(setup, store)[:2] == (0, 0)
+    for setup in (Setup(base), Setup(draft)):
+        assert ask(setup, store)[:2] == (len(PROMPT) - 1, 0)
+    store.check_integrity()
+    store.close()

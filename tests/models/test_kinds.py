@@ -1,165 +1,107 @@
-"""Every kind of cache: windows and states resume where they can, and go on as a run without a cache does."""
+"""Every kind of cache, from every tier, against mlx-lm without mlxkv: what is restored, and what comes of it.
+
+A scene is a prompt, 40 tokens of reply, and what follows it: the same again, the conversation longer by 5 and by 70,
+branches off it at token 40 and 100. Here every architecture plays one of its prompt lengths, each length played by
+some; `--all-kinds` plays all.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
-from driving import some_tokens
-from tiny import ALL_TINY, build_tiny, tiny_qwen3_next
+from kinds import CONFIGS, REPLY_TOKENS, Scene, build, check_answer, check_scene, lengths, play, play_in_a_new_process
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache
+from tiny import build_tiny, tiny_gemma3
 
-from mlxkv.cache.checkpoint import SHARE, cadence_tokens
-from mlxkv.engine.generate import Generation, generate
-from mlxkv.models.block_cache import BlockCache
+from mlxkv.cache.checkpoint import cadence_tokens
+from mlxkv.models.adapter import Adapter, UncachedModelError
 
-A = some_tokens(300, seed=3)
-STATES = {"qwen3_next", "mamba2", "lfm2"}
-
-
-def run(
-    cache: BlockCache, prompt: list[int], count: int = 40, **options: object
-) -> tuple[list[int], mx.array, Generation]:
-    """Greedy tokens, the log-probabilities they were chosen from, and the generation; the invariants hold after it."""
-    seen: list[mx.array] = []
-
-    def sampler(logprobs: mx.array) -> mx.array:
-        seen.append(logprobs)
-        return mx.argmax(logprobs, axis=-1)
-
-    generation = generate(cache._module, cache, prompt, max_tokens=count, sampler=sampler, chunk_tokens=64, **options)
-    tokens = list(generation)
-    mx.eval(seen)
-    cache.check_integrity()
-    assert cache.store.pins() == 0
-    return tokens, mx.concatenate(seen[:count]), generation
+ARCHITECTURES = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gemma3n", "gemma4_text", "gemma2", "gpt_oss", "deepseek_v2",
+    "deepseek_v3", "qwen3_next", "qwen3_5", "lfm2", "falcon_h1", "granitemoehybrid", "nemotron_h", "mamba2", "minimax",
+    "glm4_moe", "olmo3", "cohere2", "phi3", "smollm3", "exaone4", "llama4", "recurrent_gemma", "baichuan_m1",
+)  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=sorted(ALL_TINY))
-def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """A tiny model, its caches on one directory, and a cache that holds nothing."""
-    module = build_tiny(ALL_TINY[request.param]())
-    directory = tmp_path_factory.mktemp(request.param)
-
-    def open_cache(place: str = "c", hot: str = "64MiB") -> BlockCache:
-        return BlockCache.open(module, cache_dir=directory / place, hot=hot, fields={"model": request.param})
-
-    empty = BlockCache.open(module, cache_dir=directory / "off", hot=0, cold=0, fields={})
-    yield request.param, open_cache, empty
-    empty.close()
-
-
-def same(cache: BlockCache, empty: BlockCache, prompt: list[int]) -> tuple[list[int], Generation]:
-    """Run `prompt` through the cache and without it; tokens are equal and so are the probabilities, to rounding."""
-    tokens, logprobs, generation = run(cache, prompt)
-    fresh_tokens, fresh_logprobs, _ = run(empty, prompt)
-    assert tokens == fresh_tokens
-    assert float(mx.abs(logprobs - fresh_logprobs).max()) < 5e-5
-    return tokens, generation
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def scenes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Scene]:
+    """An architecture's scenes, played hot, cold and in a process of their own."""
+    module = build(CONFIGS[request.param])
+    every = lengths(module)
+    turn = ARCHITECTURES.index(request.param) % 4
+    chosen = every if request.config.getoption("--all-kinds") else [every[turn]]
+    directory: Path = tmp_path_factory.mktemp(request.param)
+    played = [play(module, request.param, tokens, directory) for tokens in chosen]
+    play_in_a_new_process(played, directory / "process")
+    return played
 
 
-def reused(generation: Generation) -> int:
-    event = generation.close()
-    return event.hot_tokens + event.cold_tokens
+def test_the_first_request_gives_what_mlx_lm_gives_to_the_bit(scenes: list[Scene]) -> None:
+    for scene in scenes:
+        assert scene.first.held == 0
+        check_answer(scene.first, scene.run, exact=True)
 
 
-def test_resend_extend_and_branch_equal_a_run_without_a_cache(opened) -> None:
-    name, open_cache, empty = opened
-    with open_cache("ladder") as cache:
-        assert cache.uncached is None
-        reply, _ = same(cache, empty, A)
-        _, again = same(cache, empty, A)
-        assert reused(again) == (256 if name in STATES else 299)
-        _, longer = same(cache, empty, A + reply + [5] * 5)
-        assert reused(longer) >= 256
-        _, longest = same(cache, empty, A + reply + some_tokens(70, seed=9))
-        assert reused(longest) >= 256
-        for shared in (20, 40, 100):
-            _, branch = same(cache, empty, A[:shared] + [7] * 40)
-            assert reused(branch) <= shared
-            if name not in STATES:
-                assert reused(branch) >= shared
-    with open_cache("ladder") as cache:  # nothing in memory: all of it comes from the SSD
-        _, cold = same(cache, empty, A[:200] + [9] * 30)
-        assert reused(cold) >= (0 if name in STATES else 200)
-        _, cold = same(cache, empty, A)
-        assert reused(cold) >= 256
+@pytest.mark.parametrize("tier", ["hot", "cold", "new process"])
+def test_every_layer_is_restored_to_the_bit_and_goes_on_as_mlx_lm_would(scenes: list[Scene], tier: str) -> None:
+    for scene in scenes:
+        check_scene(scene, tier)
 
 
-@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 113, 129])
-def test_a_prompt_of_any_length_resent_gives_the_same_reply(opened, tokens: int) -> None:
-    name, open_cache, empty = opened
-    prompt = some_tokens(tokens, seed=tokens)
-    with open_cache(f"l{tokens}") as cache:
-        same(cache, empty, prompt)
-        _, again = same(cache, empty, prompt)
-        assert reused(again) == ((tokens - 1) // 64 * 64 if name in STATES else tokens - 1)
+@pytest.mark.parametrize("tier", ["hot", "cold", "new process"])
+def test_each_case_resumes_as_deep_as_its_kind_can(scenes: list[Scene], tier: str) -> None:
+    for scene in scenes:
+        held = [visit.restored.held for visit in scene.visits[tier]]
+        assert held == [deepest(scene, case.name, len(case.prompt), tier) for case in scene.asked], scene.tokens
 
 
-def test_checkpoints_stay_within_their_share_of_the_blocks_bytes(tmp_path: Path) -> None:
-    cache = BlockCache.open(build_tiny(tiny_qwen3_next()), cache_dir=tmp_path, hot="64MiB", fields={})
-    with cache:
-        prompt = some_tokens(5000, seed=1)
-        run(cache, prompt, count=1)
-        entries = list(cache.store.hot.entries())
-        checkpoints = sum(entry.nbytes for entry in entries if not entry.tokens)
-        blocks = sum(entry.nbytes for entry in entries if entry.tokens)
-        assert checkpoints >= 2 * cache.layout.checkpoint_bytes
-        assert checkpoints <= SHARE * blocks
-        assert cadence_tokens(cache.layout) % 64 == 0
+def deepest(scene: Scene, case: str, prompt_tokens: int, tier: str) -> int:
+    """Where a second prompt can resume, from what the first request left; one token is always computed.
+
+    The last token of a reply is never fed to the model. By token, everything shared is used hot, and full blocks cold.
+    A state is only where a checkpoint was taken: at the last block boundary before the prompt's last token, at the last
+    one that the reply reached, and at the cadence.
+    """
+    told = scene.tokens + REPLY_TOKENS - 1
+    shared = {"resend": scene.tokens, "extend": told, "branch": int(case.rpartition(" ")[2]) if " " in case else 0}
+    limit = min(shared[case.partition(" ")[0]], prompt_tokens - 1)
+    layout = Adapter(build(CONFIGS[scene.name])).layout
+    if not layout.states:
+        return min(limit, told if tier == "hot" else told // 64 * 64)
+    cadence, last = cadence_tokens(layout), (scene.tokens - 1) // 64 * 64
+    taken = {last, *range(cadence, last, cadence)} | ({told // 64 * 64} if told // 64 * 64 > last else set())
+    return max((at for at in taken if at <= limit), default=0)
 
 
-def test_a_ten_turn_conversation_computes_at_most_the_new_tokens_and_a_block(tmp_path: Path) -> None:
-    cache = BlockCache.open(build_tiny(tiny_qwen3_next()), cache_dir=tmp_path, hot="64MiB", fields={})
-    with cache:
-        said = some_tokens(90, seed=0)
-        known = 0
-        for turn in range(10):
-            tokens, _, generation = run(cache, said, count=30)
-            assert len(said) - reused(generation) <= len(said) - known + 64
-            known = len(said) + len(tokens)
-            said = said + tokens + some_tokens(25, seed=turn + 1)
+# caches that nothing here covers
 
 
-def test_another_conversation_resumes_at_the_end_of_the_system_prompt(tmp_path: Path) -> None:
-    cache = BlockCache.open(build_tiny(tiny_qwen3_next()), cache_dir=tmp_path, hot="64MiB", fields={})
-    system = some_tokens(150, seed=5)
-    with cache:
-        run(cache, system + some_tokens(90, seed=6), marks=(150,))
-        _, _, other = run(cache, system + some_tokens(80, seed=7), marks=(150,))
-        assert reused(other) == 128
+class Remembering(nn.Module):
+    """A model whose state grows with every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(4, 4)]
+
+    def make_cache(self) -> list[ArraysCache]:
+        return [ArraysCache(1)]
+
+    def __call__(self, tokens: mx.array, cache: list[ArraysCache]) -> mx.array:
+        new = tokens[..., None].astype(mx.float32)
+        cache[0][0] = new if cache[0][0] is None else mx.concatenate([cache[0][0], new], axis=1)
+        return mx.broadcast_to(cache[0][0].sum(), (*tokens.shape, 8))
 
 
-def test_a_damaged_checkpoint_is_a_miss_and_a_shallower_one_is_used(tmp_path: Path) -> None:
-    module = build_tiny(tiny_qwen3_next())
-    prompt = some_tokens(150, seed=5) + some_tokens(90, seed=6)
-    with BlockCache.open(module, cache_dir=tmp_path, hot=0, fields={}) as cache:
-        run(cache, prompt, count=1, marks=(150,))
-        cache.store.flush()
-        rows = [row for row in cache.store.cold.rows() if not row.tokens]
-        assert sorted(row.index for row in rows) == [2, 3]
-        deepest = cache.store.cold.path(max(rows, key=lambda row: row.index))
-        data = bytearray(deepest.read_bytes())
-        data[-1] ^= 1
-        deepest.write_bytes(data)
-        _, _, again = run(cache, prompt, count=1, marks=(150,))
-        assert reused(again) == 128
-        assert cache.store.cold.counters.damaged_blocks == 1
+def test_a_state_that_grows_is_named_and_never_checkpointed() -> None:
+    with pytest.raises(UncachedModelError, match=r"ArraysCache with arrays that grow.*runs uncached"):
+        Adapter(Remembering())
 
 
-def test_a_state_is_kept_with_its_own_bytes_only(tmp_path: Path) -> None:
-    with BlockCache.open(build_tiny(ALL_TINY["lfm2"]()), cache_dir=tmp_path, hot="64MiB", fields={}) as cache:
-        run(cache, A, count=1)
-        checkpoints = [entry for entry in cache.store.hot.entries() if not entry.tokens]
-        assert checkpoints
-        for entry in checkpoints:
-            payload = cache.store.hot.payload(entry.name)
-            assert mx.get_array_buffer_size(list(payload)) <= 2 * entry.nbytes + 4096
-
-
-def test_a_window_layer_restores_its_last_window_only(tmp_path: Path) -> None:
-    with BlockCache.open(build_tiny(ALL_TINY["gemma3"]()), cache_dir=tmp_path, hot="64MiB", fields={}) as cache:
-        run(cache, A, count=1)
-        _, _, again = run(cache, A, count=1)
-        full, window = 2 * 2 * 2 * 16 * 4, 2 * 2 * 2 * 16 * 4  # layers, sides, heads, dim, bytes
-        assert again.close().restored_bytes == 299 * full + 32 * window
+def test_a_window_that_always_keeps_its_first_tokens_is_named() -> None:
+    module = build_tiny(tiny_gemma3())
+    module.make_cache = lambda: [RotatingKVCache(max_size=32, keep=4) for _ in module.layers]
+    with pytest.raises(UncachedModelError, match=r"RotatingKVCache with keep.*runs uncached"):
+        Adapter(module)

@@ -316,6 +316,9 @@ def test_the_inner_level_wins_for_a_text_model():
         (without(tiny_deepseek_v2(), "rope_scaling"), "lacks the key rope_scaling"),
         (tiny_llama() | {"quantization": {"bits": 4}}, "quantization in config.json lacks the key 'group_size'"),
         (tiny_llama() | {"quantization": {"bits": 7, "group_size": 64}}, "bits 7 is not supported"),
+        (tiny_llama() | {"quantization": {"bits": 4, "group_size": 63}}, "group_size is 63, and MLX has groups of 16"),
+        (tiny_llama() | {"quantization": {"bits": "4", "group_size": 64}}, r"incompatible function arguments\.$"),
+        (tiny_llama() | {"quantization_config": {"quant_method": "mxfp4", "ignore": ["re:("]}}, "unterminated"),
         (tiny_llama() | {"quantization": "4bit"}, "quantization is a string"),
         (tiny_llama() | {"quantization_config": {"quant_method": "bitsandbytes"}}, "'bitsandbytes'"),
         ({"model_type": "olmo"}, "install ai2-olmo"),
@@ -329,6 +332,18 @@ def test_a_config_that_cannot_be_used_is_one_sentence_that_names_the_key(config,
     assert "\n" not in message
     assert message.endswith((".", "?"))
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("value", [[], {}, 7, "no dtype"])
+def test_a_dtype_nobody_knows_is_read_as_bfloat16(value):
+    assert trace(build(tiny_llama() | {"torch_dtype": value})).growth_bytes_per_token == 4 * 2 * 2 * 16 * 2
+
+
+def test_a_fault_of_the_forward_pass_is_one_sentence():
+    with pytest.raises(ModelError, match="forward pass fails on 64 tokens") as caught:
+        trace(build(tiny_llama() | {"rope_theta": "8"}))
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(".")
 
 
 def test_a_config_is_not_changed_by_building_it():

@@ -44,7 +44,7 @@ from mlxkv.cache import cold as cold_module
 from mlxkv.cache import mover as mover_module
 from mlxkv.cache import store as store_module
 from mlxkv.cache.codec import inspect
-from mlxkv.cache.cold import QUARANTINE, ColdTier
+from mlxkv.cache.cold import QUARANTINE, ColdTier, absent_mount_point
 from mlxkv.cache.index import FILE_NAME, Index
 from mlxkv.cache.layout import Layout
 from mlxkv.cache.store import BlockStore
@@ -349,6 +349,15 @@ def test_a_disk_that_is_not_mounted_is_never_made_up(absent: Path, caplog: pytes
     assert "not mounted" in warnings(caplog)[0]
 
 
+@pytest.mark.parametrize("disk", [Path("/mnt"), Path("/")])
+def test_a_directory_to_be_made_on_a_disk_mounted_at_mnt_itself_is_not_absent(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == disk)
+    wanted = Path("/mnt/mlxkv-test-absent/cache")
+    assert absent_mount_point(wanted) == (None if disk == Path("/mnt") else wanted.parent)
+
+
 def test_a_root_that_others_may_write_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "blocks").mkdir()
     (tmp_path / "blocks").chmod(0o777)
@@ -514,6 +523,10 @@ def delete(index: Path) -> None:
         path.unlink()
 
 
+def letters(directory: Path) -> list[str]:
+    return [path.read_text() for path in directory.rglob("letter.txt")]
+
+
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "deleted": delete,
     "deleted without its log": lambda index: index.unlink(),
@@ -524,7 +537,14 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "damaged pages": lambda index: overwrite(index, 4096, b"\xa5" * 16384),
     "zeroed": lambda index: overwrite(index, 0, bytes(index.stat().st_size)),
     "another schema": lambda index: (delete(index), make_other_database(index)),
+    "a directory in its place": lambda index: (delete(index), make_directory(index)),
+    "a directory in its log's place": lambda index: (delete(index), make_directory(Path(f"{index}-wal"))),
 }
+
+
+def make_directory(path: Path) -> None:
+    path.mkdir()
+    (path / "letter.txt").write_text("not a block")
 
 
 def make_other_database(index: Path) -> None:
@@ -544,6 +564,7 @@ def test_an_index_damaged_between_runs_is_made_again_from_the_files(
         assert ask(cache) == 192
         cache.check_integrity()
     assert len(warnings(caplog)) == (not damage.startswith(("deleted", "emptied")))
+    assert letters(tmp_path) == ["not a block"] * damage.startswith("a directory")
     is_whole(tmp_path / "blocks")
 
 

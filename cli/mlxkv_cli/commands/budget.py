@@ -126,7 +126,7 @@ Require = Annotated[
     int | None,
     typer.Option("--require", metavar="TOKENS", parser=_tokens, help="Exit with code 1 when this does not fit."),
 ]
-Explain = Annotated[bool, typer.Option("--explain", help="Print every term with its formula and source.")]
+Explain = Annotated[bool, typer.Option("--explain", metavar="", help="Print every term with its formula and source.")]
 PlotFile = Annotated[
     Path | None, typer.Option("--plot", metavar="FILE", help="Draw memory against context, .svg or .png.")
 ]

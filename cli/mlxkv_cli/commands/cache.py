@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +20,7 @@ from mlxkv.core.errors import CacheRootError, UsageError
 from mlxkv.core.platform import default_cache_dir
 from mlxkv.core.units import format_bytes
 from mlxkv_cli.caching import warnings_on
-from mlxkv_cli.options import CacheDir, Cold, DryRun, Hot, Json, Log, Yes, examples, size
+from mlxkv_cli.options import CacheDir, Cold, DryRun, Hot, Json, KvBits, Log, Yes, examples, size
 from mlxkv_cli.output import Output
 
 if TYPE_CHECKING:
@@ -35,22 +36,25 @@ Keep = Annotated[
 Model = Annotated[str | None, typer.Option("--model", metavar="NAME", help="Only the blocks of this model.")]
 
 
-@app.command(epilog=examples("mlxkv cache info", "mlxkv cache info --json", "mlxkv cache info Qwen3.5-27B"))
+@app.command(epilog=examples("mlxkv cache info", "mlxkv cache info Qwen3.5-27B", "mlxkv cache info --json"))
 def info(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Say how this model's cache is cut instead.")
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A catalog name, a directory, a config.json, a .gguf file or a hub id."),
     ] = None,
+    kv_bits: KvBits = None,
     cache_dir: CacheDir = None,
     hot: Hot = None,
     cold: Cold = None,
     as_json: Json = False,
 ) -> None:
-    """Sizes against budgets, and what each model holds; or how a MODEL's cache is cut, from its config alone."""
+    """Sizes against budgets, and what each model holds; or with MODEL, how its layers are kept and what that costs."""
     from mlxkv.cache import maintenance
 
     output = Output(json=as_json)
     if model is not None:
-        return _model_info(output, model)
+        _show_kinds(output, model, kv_bits)
+        return
     directory = cache_dir or default_cache_dir()
     budgets = {
         "hot_budget_bytes": default_hot_bytes() if hot is None else hot,
@@ -63,15 +67,15 @@ def info(
         used = tier.used_bytes if tier else 0
         written = tier.written_today_bytes() if tier else 0
         files, aside = maintenance.quarantine_use(directory)
+    right = ("blocks", "checkpoints", "tokens", "KiB a block", "size", "hits", "used")
     table = Table(
-        "model", "root",
-        *(Column(title, justify="right") for title in ("blocks", "tokens", "KiB a block", "size", "hits", "used")),
+        "model", "root", *(Column(title, justify="right") for title in right),
         box=None, pad_edge=False, header_style="bold",
     )  # fmt: skip
     for use in found:
-        per_block = f"{use.used_bytes / use.blocks / 1024:,.0f}"
-        table.add_row(use.model, use.root.hex()[:12], f"{use.blocks:,}", f"{use.tokens:,}", per_block,
-                      format_bytes(use.used_bytes), f"{use.hits:,}", _age(use.last_used))  # fmt: skip
+        per_block = f"{use.block_bytes / max(use.blocks, 1) / 1024:,.0f}"
+        table.add_row(use.model, use.root.hex()[:12], f"{use.blocks:,}", f"{use.checkpoints:,}", f"{use.tokens:,}",
+                      per_block, format_bytes(use.used_bytes), f"{use.hits:,}", _age(use.last_used))  # fmt: skip
     share = used / budgets["cold_budget_bytes"] if budgets["cold_budget_bytes"] else 0.0
     lines = [
         f"cold tier  {format_bytes(used)} of {format_bytes(budgets['cold_budget_bytes'])} ({share:.1%}) in {directory}",
@@ -90,7 +94,6 @@ def info(
         **budgets,
         models=[{**vars(use), "root": use.root.hex()} for use in found],
     )
-    return None
 
 
 @app.command(epilog=examples("mlxkv cache ls", "mlxkv cache ls --limit 0 --json"))
@@ -123,20 +126,26 @@ def ls(
             "cold",
             f"{item.row.hits:,}",
             _age(item.row.created),
-            _age(item.row.used),
+            _age(item.used),
         )
         for item in shown
     ]
     right = [Column(title, justify="right") for title in ("KiB", "tier", "hits", "age", "used")]
-    output.table(["block", "model", "tokens", *right], rows, blocks=[_fields(item.row, item.model) for item in shown])
+    output.table(
+        ["block", "model", "tokens", *right], rows, blocks=[_fields(item.row, item.model, item.used) for item in shown]
+    )
     if len(shown) < len(chosen):
         output.say(f"{len(chosen) - len(shown):,} more; --limit 0 shows all.", "dim")
 
 
 @app.command(epilog=examples("mlxkv cache show 3fa9c2", "mlxkv cache show 3fa9c2 --text --model smollm2-135m"))
 def show(
-    block: Annotated[str, typer.Argument(help="The first digits of a block's name, as `mlxkv cache ls` shows it.")],
-    text: Annotated[bool, typer.Option("--text", help="Decode its tokens; needs the model's tokenizer.")] = False,
+    block: Annotated[
+        str, typer.Argument(metavar="BLOCK", help="The first digits of a block's name, as `mlxkv cache ls` shows it.")
+    ],
+    text: Annotated[
+        bool, typer.Option("--text", metavar="", help="Decode its tokens; needs the model's tokenizer.")
+    ] = False,
     model: Annotated[str | None, typer.Option("--model", metavar="MODEL", help="Where the tokenizer is.")] = None,
     cache_dir: CacheDir = None,
     as_json: Json = False,
@@ -151,8 +160,9 @@ def show(
         assert tier is not None
         name, path = maintenance.model_of(tier, row.root), tier.path(row)
         following = [child.name.hex() for child in tier.children(row.name)]
+        used = maintenance.last_used(tier, row)
     tokens = unpack(row.tokens)
-    fields: dict[str, Any] = {**_fields(row, name), "file": path, "children": following, "token_ids": tokens}
+    fields: dict[str, Any] = {**_fields(row, name, used), "file": path, "children": following, "token_ids": tokens}
     lines = [
         f"block     {row.name.hex()}",
         f"model     {name}, root {row.root.hex()[:12]}",
@@ -160,7 +170,7 @@ def show(
         f"continues {'nothing: it is the first' if row.index == 0 else row.parent.hex()[:12]}",
         f"followed  by {', '.join(n[:12] for n in following) or 'nothing'}",
         f"file      {path} ({format_bytes(row.nbytes)})",
-        f"used      {row.hits:,} times, last {_age(row.used)} ago, made {_age(row.created)} ago",
+        f"used      {row.hits:,} times, last {_age(used)} ago, made {_age(row.created)} ago",
     ]
     if text:
         from mlxkv.models.loader import tokenizer_of
@@ -172,7 +182,9 @@ def show(
 
 @app.command(epilog=examples("mlxkv cache verify", "mlxkv cache verify --fix"))
 def verify(
-    fix: Annotated[bool, typer.Option("--fix", help="Repair the index and set damaged files aside.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", metavar="", help="Repair the index and set damaged files aside.")
+    ] = False,
     cache_dir: CacheDir = None,
     log: Log = None,
     as_json: Json = False,
@@ -246,23 +258,15 @@ def clear(
         _delete(output, tier, rows, dry_run=dry_run, yes=yes, reason="clear", tidy=model is None)
 
 
-def _model_info(output: Output, model: str) -> None:
-    """Which layers are cut by token, which keep a window, which are checkpointed, and what each costs."""
+def _show_kinds(output: Output, model: str, kv_bits: int | None) -> None:
     from mlxkv.budget.source import find_source
-    from mlxkv.models.cache_kinds import describe
+    from mlxkv.models.kinds import kinds_of
+    from mlxkv.models.weights import build
+    from mlxkv_cli.kinds_page import page
 
-    found = describe(find_source(model).config)
-    costs = (Column("a block", justify="right"), Column("a checkpoint", justify="right"))
-    table = Table("layers", "kind", *costs, "a match resumes", box=None, pad_edge=False, header_style="bold")
-    for group in found.groups:
-        table.add_row(
-            f"{group.layers} x {group.class_name}",
-            group.kind + (f" of {group.window_tokens:,} tokens" if group.window_tokens else ""),
-            format_bytes(group.block_bytes) if group.block_bytes else "",
-            format_bytes(group.checkpoint_bytes) if group.checkpoint_bytes else "",
-            group.resumes,
-        )
-    output.result(Group(table, "", found.sentence), model=model, **found.as_fields())
+    source = find_source(model)
+    kinds = kinds_of(build(source.config), kv_bits=kv_bits)
+    output.result(page(source.name, source.origin, kinds), model=source.name, origin=source.origin, **asdict(kinds))
 
 
 def _delete(
@@ -320,25 +324,26 @@ def _one(tier: ColdTier | None, text: str) -> Row:
 
 
 def _place(row: Row) -> str:
-    """Which tokens of its chain a block holds, or after which one a checkpoint stands."""
-    if not row.tokens:
-        return f"checkpoint after {row.index * 64 - 1:,}"
+    """Which tokens of its chain a block holds, or how many come before a checkpoint."""
+    if row.is_checkpoint:
+        return f"checkpoint at {row.index * 64:,}"
     return f"{row.index * 64:,}-{row.index * 64 + 63:,}"
 
 
-def _fields(row: Row, model: str) -> dict[str, Any]:
+def _fields(row: Row, model: str, used: float) -> dict[str, Any]:
     return {
         "block": row.name.hex(),
         "parent": row.parent.hex(),
         "root": row.root.hex(),
         "model": model,
         "index": row.index,
+        "kind": "checkpoint" if row.is_checkpoint else "block",
         "tokens": len(row.tokens) // 4,
         "bytes": row.nbytes,
         "tier": "cold",
         "hits": row.hits,
         "created": datetime.fromtimestamp(row.created, UTC).isoformat(timespec="seconds"),
-        "used": datetime.fromtimestamp(row.used, UTC).isoformat(timespec="seconds"),
+        "used": datetime.fromtimestamp(used, UTC).isoformat(timespec="seconds"),
     }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlxkv_cli.caching import cache_config, open_cache
-from mlxkv_cli.options import CacheDir, Cold, Hot, Json, Log, LogText, NoCold
+from mlxkv_cli.options import CacheDir, Cold, Hot, Json, KvBits, Log, LogText, NoCold
 from mlxkv_cli.output import Output
 
 if TYPE_CHECKING:
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def chat(
-    model: Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or smollm2-135m.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A directory, a .gguf file, a hub id, or smollm2-135m.")
+    ],
     prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Ask this one thing and stop.")] = None,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")] = None,
     adapter: Annotated[str | None, typer.Option("--adapter", metavar="DIR", help="A LoRA adapter of mlx-lm.")] = None,
@@ -31,11 +33,9 @@ def chat(
     ] = 1.0,
     max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens in a reply.")] = 512,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Makes sampling repeatable.")] = None,
-    kv_bits: Annotated[
-        int | None, typer.Option("--kv-bits", metavar="4|8", help="Keep keys and values in so many bits.")
-    ] = None,
+    kv_bits: KvBits = None,
     paranoid: Annotated[
-        bool, typer.Option("--paranoid", help="Read the weights again to tell whether they changed.")
+        bool, typer.Option("--paranoid", metavar="", help="Read the weights again to tell whether they changed.")
     ] = False,
     cache_dir: CacheDir = None,
     hot: Hot = None,

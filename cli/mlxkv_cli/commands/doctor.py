@@ -168,6 +168,8 @@ def blas_findings(blas: BlasReport) -> Iterator[Finding]:
 
 def look_at_cache_root(path: Path) -> tuple[CacheRoot, list[Finding]]:
     """The directory that holds the blocks, and whether mlxkv would refuse it: it must be ours alone."""
+    from mlxkv.cache.cold import absent_mount_point
+
     there = path
     while not os.path.exists(there):  # False where we may not look, unlike Path.exists
         there = there.parent
@@ -176,7 +178,11 @@ def look_at_cache_root(path: Path) -> tuple[CacheRoot, list[Finding]]:
     root = CacheRoot(path, status and status.st_uid, status and stat.S_IMODE(status.st_mode), free_bytes)
     quoted = shlex.quote(str(path))
     findings = []
-    if not there.is_dir():
+    absent = absent_mount_point(path)
+    if absent is not None:
+        fix = "export MLXKV_CACHE_DIR=~/.cache/mlxkv/blocks"
+        findings.append(Finding(f"{absent} is not mounted: attach the disk, or keep blocks elsewhere", fix))
+    elif not there.is_dir():
         fix = f"mv {shlex.quote(str(there))} {shlex.quote(f'{there}.old')}"
         findings.append(Finding(f"{there} is a file; the cache needs a directory", fix))
     elif not os.access(there, os.W_OK | os.X_OK):

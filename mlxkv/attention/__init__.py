@@ -1,0 +1,1 @@
+"""Attention in MLX operations: written out, in parts, over blocks, and over a prefix that sequences share."""

@@ -1,0 +1,149 @@
+"""One HTTP request's way through the engine: events of its choices in one queue, and cancelled when nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mlxkv.engine.engine import Engine
+from mlxkv.engine.request import Event, Failed, Finished, Request
+from mlxkv.server.settings import FIRST_PING_S, PING_S
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Call:
+    """Owner: the task of the HTTP request."""
+
+    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
+        """Queue every choice.
+
+        Raises:
+            MlxkvError: the engine takes none of them.
+        """
+        self.requests = requests
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._open: set[int] = set()
+        try:
+            for choice, request in enumerate(requests):
+                engine.submit(request, partial(self._emit, choice))
+                self._open.add(choice)
+        except Exception:
+            self.close()
+            raise
+
+    def _emit(self, choice: int, event: Event) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (choice, event))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a choice has not ended yet."""
+        return bool(self._open)
+
+    async def next(self, timeout_s: float | None = None) -> tuple[int, Event] | None:
+        """The next event of any choice; None when there was none in time."""
+        try:
+            choice, event = await asyncio.wait_for(self._events.get(), timeout_s)
+        except TimeoutError:
+            return None
+        if isinstance(event, (Finished, Failed)):
+            self._open.discard(choice)
+        return choice, event
+
+    async def events(self) -> AsyncIterator[tuple[int, Event] | None]:
+        """Every event until all choices have ended; None when a ping is due.
+
+        Raises:
+            Exception: what a choice failed with; the others are cancelled.
+        """
+        clock = self._loop.time
+        due = clock() + FIRST_PING_S
+        while self.is_open:
+            found = await self.next(max(due - clock(), 0))
+            if found is None:
+                due = clock() + PING_S
+                yield None
+                continue
+            if isinstance(found[1], Failed):
+                self.close()
+                raise found[1].error
+            yield found
+
+    async def collect(self, http: HttpRequest) -> AsyncIterator[tuple[int, Event]]:
+        """`events` without pings, ended by `ClientGoneError` when the client hangs up."""
+        gone = asyncio.ensure_future(_until_gone(http.receive))
+        try:
+            while self.is_open:
+                event = asyncio.ensure_future(self.next())
+                await asyncio.wait((event, gone), return_when=asyncio.FIRST_COMPLETED)
+                if not event.done():
+                    event.cancel()
+                    raise ClientGoneError
+                found = event.result()
+                assert found is not None
+                if isinstance(found[1], Failed):
+                    raise found[1].error
+                yield found
+        finally:
+            gone.cancel()
+            self.close()
+
+    def close(self) -> None:
+        """End what has not ended; a second call does nothing."""
+        for choice in self._open:
+            self._engine.cancel(self.requests[choice].id)
+        self._open.clear()
+
+
+class EventStream(Response):
+    """A response of server-sent events. However it ends, its call is closed."""
+
+    def __init__(self, call: Call, frames: AsyncIterator[bytes]) -> None:
+        super().__init__(
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type="text/event-stream"
+        )
+        self._call = call
+        self._frames = frames
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope
+        headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await _first_of(self._send_all(send), _until_gone(receive))
+        finally:
+            self._call.close()
+
+    async def _send_all(self, send: Send) -> None:
+        async for frame in self._frames:
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _first_of(*work: Awaitable[None]) -> None:
+    """Run all until the first is done; end the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

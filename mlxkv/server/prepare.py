@@ -1,0 +1,155 @@
+"""From either API's body to requests of the engine: messages to tokens, fields to sampling, formats to processors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlxkv.blocklog.outline import Outliner
+from mlxkv.core.errors import UsageError
+from mlxkv.engine.request import Processor, Record, Request, Sampling
+from mlxkv.engine.text import initial_state
+from mlxkv.models.chat import render, system_tokens
+from mlxkv.models.loader import LoadedModel
+from mlxkv.server.errors import RequestError
+from mlxkv.server.settings import Settings
+
+_tokenizing = threading.Lock()  # a Hugging Face tokenizer must not be used by two threads at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What both APIs can ask for, in one form."""
+
+    max_tokens: int | None
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    choices: int = 1
+    logprobs: int | None = None
+    salt: str = ""
+    store: bool = True
+    pin_s: float = 0.0
+    processors: Callable[[], list[Processor]] | None = None
+
+
+def chat_requests(
+    model: LoadedModel,
+    settings: Settings,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template: Mapping[str, Any],
+    wish: Wish,
+    outliner: Outliner,
+) -> list[Request]:
+    """The requests of a conversation, one a choice; their records in the block log say how the prompt is made up.
+
+    Raises:
+        RequestError: the template refuses it, or it does not fit the context.
+    """
+    tokenizer = model.tokenizer
+    with _tokenizing:
+        try:
+            prompt = render(tokenizer, messages, tools=tools or (), options=template)
+        except UsageError as error:
+            raise RequestError(str(error), field="messages") from error
+        marks = (system_tokens(tokenizer, messages, prompt, tools=list(tools or ()) or None, **template),)
+        initial = initial_state(tokenizer, prompt)
+    requests = _requests(model, settings, prompt, wish, marks=marks, initial=initial, tools=bool(tools))
+    outline = outliner.outline(prompt, messages, tools=tools or (), options=template)
+    record = Record(
+        lambda reply: outliner.with_reply(outline, reply).to_fields(),
+        outliner.text(prompt) if settings.log_text else None,
+    )
+    return [replace(request, record=record) for request in requests]
+
+
+def text_requests(
+    model: LoadedModel, settings: Settings, prompts: Sequence[str | Sequence[int]], wish: Wish
+) -> list[Request]:
+    """The requests of plain prompts, text or token ids; the choices of one prompt stand together."""
+    found: list[Request] = []
+    for i, given in enumerate(prompts):
+        if isinstance(given, str):
+            with _tokenizing:
+                prompt = [int(token) for token in model.tokenizer.encode(given)]
+        else:
+            prompt = list(given)
+        if not prompt:
+            raise RequestError("the prompt has no tokens; give at least one.", field="prompt")
+        try:
+            found += _requests(model, settings, prompt, wish)
+        except RequestError as error:
+            if len(prompts) == 1:
+                raise
+            raise RequestError(f"prompt {i}: {error}", field="prompt", code=error.code) from error
+    return found
+
+
+def count_tokens(
+    model: LoadedModel, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> int:
+    """Tokens of a conversation as `chat_requests` would send it."""
+    with _tokenizing:
+        try:
+            return len(render(model.tokenizer, messages, tools=tools or ()))
+        except UsageError as error:
+            raise RequestError(str(error), field="messages") from error
+
+
+def salt_of(key_salt: str | None, asked: str | None) -> str:
+    """One salt of the caller's key and the salt that was asked for; no two pairs give the same."""
+    if not key_salt and not asked:
+        return ""
+    return hashlib.sha256(json.dumps([key_salt or "", asked or ""]).encode()).hexdigest()
+
+
+def _requests(
+    model: LoadedModel,
+    settings: Settings,
+    prompt: list[int],
+    wish: Wish,
+    *,
+    marks: tuple[int, ...] = (),
+    initial: str | None = None,
+    tools: bool = False,
+) -> list[Request]:
+    room = _room(model, prompt)
+    asked = settings.max_tokens if wish.max_tokens is None else wish.max_tokens
+    found = []
+    for choice in range(wish.choices):
+        sampling = wish.sampling if not choice else wish.sampling.other(choice)
+        found.append(
+            Request(
+                prompt=tuple(prompt),
+                max_tokens=asked if room is None else min(asked, room),
+                sampling=sampling,
+                stop=wish.stop,
+                logprobs=wish.logprobs,
+                salt=wish.salt,
+                store=wish.store,
+                pin_s=wish.pin_s,
+                marks=marks,
+                initial=initial,
+                tools=tools,
+                processors=wish.processors,
+            )
+        )
+    return found
+
+
+def _room(model: LoadedModel, prompt: Sequence[int]) -> int | None:
+    """How many tokens a reply may have; None where the model does not state a context."""
+    context = model.context_tokens
+    if context is None:
+        return None
+    if len(prompt) >= context:
+        raise RequestError(
+            f"the prompt has {len(prompt):,} tokens and the model's context is {context:,}; shorten it.",
+            field="messages",
+            code="context_length_exceeded",
+        )
+    return context - len(prompt)

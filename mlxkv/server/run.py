@@ -1,0 +1,85 @@
+"""Run the server until a signal ends it: drain, commit, leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from mlxkv.core.errors import UsageError
+from mlxkv.engine.engine import Engine
+from mlxkv.server.app import create_app
+from mlxkv.server.metrics import Metrics
+from mlxkv.server.settings import MOST_HEADER_BYTES, Settings
+
+KEEP_ALIVE_S = 30
+
+
+@contextmanager
+def bound(settings: Settings) -> Iterator[socket.socket]:
+    """A socket on the server's address; taken before a model is loaded, so that a taken port is told at once.
+
+    Raises:
+        UsageError: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((settings.host, settings.port))
+        except (OSError, OverflowError) as error:
+            raise UsageError(
+                f"cannot listen on {settings.host}:{settings.port} ({error}); choose another --port or --host."
+            ) from error
+        listening.set_inheritable(False)
+        yield listening
+
+
+def serve(engine: Engine, settings: Settings, metrics: Metrics, listening: socket.socket, *, drain_s: float) -> int:
+    """Answer requests until SIGINT or SIGTERM, then let what runs finish; a second signal leaves at once.
+
+    Returns how many blocks did not reach the SSD.
+    """
+    config = uvicorn.Config(
+        create_app(engine, settings, metrics),
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(int(drain_s), 1),
+        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+    )
+    _Server(config, engine).run(sockets=[listening])
+    return engine.close(drain_s=drain_s)
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self._engine = engine
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second leaves at once; what was committed is on the SSD or comes again."""
+        if self.should_exit:
+            os._exit(128 + sig)
+        self._engine.refuse()
+        self.should_exit = True
+        del frame
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but a signal that was answered is not raised again at the end: leaving was the answer."""
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
