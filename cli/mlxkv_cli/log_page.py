@@ -122,6 +122,7 @@ def _tokens(found: Summary) -> Table:
 def _kinds_of_tokens(found: Summary) -> Text:
     said = [
         counted(found.requests, "request"), f"{found.looked_up_tokens:,} tokens looked up",
+        f"{found.cold_tokens:,} restored from the SSD",
         f"{found.hit_tokens:,} not computed",
     ]  # fmt: skip
     if found.tail_tokens:
@@ -197,9 +198,10 @@ def _blocks(found: Summary, exact: Mapping[str, int]) -> Iterator[tuple[str, str
     if found.scans:
         yield "scan", ", ".join(f"{name} {count:,}" for name, count in found.scans.items())
     for name, tier in sorted(found.tiers.items(), reverse=True):
-        budget = "budget not logged" if tier.budget_bytes is None else f"of {format_bytes(tier.budget_bytes)}"
-        fill = f" ({_share(tier.peak_bytes, tier.budget_bytes)})" if tier.budget_bytes else ""
-        yield name, "off" if tier.off else f"{format_bytes(tier.peak_bytes)} {budget}{fill} at the fullest"
+        fill = "budget not logged"
+        if tier.budget_bytes:
+            fill = f"{_share(tier.peak_bytes, tier.budget_bytes)} of {format_bytes(tier.budget_bytes)}"
+        yield name, "off" if tier.off else f"{format_bytes(tier.peak_bytes)} at the fullest, {fill}"
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Table:

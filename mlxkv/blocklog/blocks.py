@@ -142,7 +142,8 @@ class BlockTable:
             self._made_by[event.request] = self._requests
         while row is not None:
             self._used(row, event.time)
-            row = self.rows.get(row.parent or "")
+            parent = self.rows.get(row.parent or "")
+            row = parent if parent is not None and parent.index < row.index else None  # never round in a circle
 
     @staticmethod
     def _used(row: BlockRow, time: str | None) -> None:

@@ -71,9 +71,15 @@ def write_parquet(reader: LogReader, events: Iterable[Event], path: Path) -> int
     with pq.ParquetWriter(_created(path), schema) as writer:
         for batch in _batches(events):
             data = {name: [getattr(event, name) for event in batch] for name in schema.names}
+            data |= {name: [_int64(value) for value in data[name]] for name in _INTEGERS}
             writer.write_table(pa.table(data, schema=schema))
             rows += len(batch)
     return rows
+
+
+def _int64(value: int | None) -> int | None:
+    """A number that a damaged line may have made too large for a column is left out."""
+    return value if value is None or -(2**63) <= value < 2**63 else None
 
 
 def _batches(events: Iterable[Event]) -> Iterator[list[Event]]:

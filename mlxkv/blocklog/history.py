@@ -1,6 +1,6 @@
 """One request of a log with what is needed to explain it: earlier requests, and blocks of its chain that went.
 
-Read in three passes, because what went is logged before it is missed; memory does not grow with the log.
+Read in two passes, because what went is logged before it is missed; memory does not grow with the log.
 """
 
 from __future__ import annotations
@@ -40,18 +40,27 @@ def find_request(names: Sequence[str], request: str, advance: Advance | None = N
     Raises:
         UsageError: there is none, or more than one begins so.
     """
+    return _find(names, request, advance)[0]
+
+
+def _find(names: Sequence[str], request: str, advance: Advance | None) -> tuple[Event, set[str]]:
+    """The request, and the names of the blocks it committed."""
     found: dict[str, Event] = {}
+    committed: dict[str, set[str]] = {}
     for event in LogReader().files(names, advance):
-        if event.event == "request" and event.request is not None and event.request.startswith(request):
+        if event.request is None or not event.request.startswith(request):
+            continue
+        if event.event == "request":
             found[event.request] = event
-            if len(found) > NEAREST:
-                break
-    if request in found:
-        return found[request]
-    if len(found) != 1:
+        elif event.event == "commit" and event.block is not None and len(committed) <= NEAREST:
+            committed.setdefault(event.request, set()).add(event.block)
+        if len(found) > NEAREST:
+            break
+    if request not in found and len(found) != 1:
         several = f"several begin with {request}: {', '.join(list(found)[:4])}" if found else f"no request {request}"
         raise UsageError(f"{several} in this log; `mlxkv log requests FILE` lists them.")
-    return next(iter(found.values()))
+    event = found[request] if request in found else next(iter(found.values()))
+    return event, committed.get(event.request or "", set())
 
 
 def read_history(names: Sequence[str], request: str, advance: Advance | None = None) -> History:
@@ -62,9 +71,8 @@ def read_history(names: Sequence[str], request: str, advance: Advance | None = N
     """
     if STDIN in names:
         raise UsageError("stdin cannot be read twice; give the log as a file.")
-    event = find_request(names, request, advance)
+    event, own = _find(names, request, advance)
     record = record_of(event)
-    own = {each.block for each in LogReader().files(names) if each.event == "commit" and each.request == event.request}
     nearest: list[tuple[int, int, Record]] = []
     gone: list[Gone] = []
     unexplained = 0  # of the last in `gone`: what they made room for comes next in the log

@@ -14,15 +14,14 @@ import msgspec
 
 from mlxkv.blocklog.events import Event
 from mlxkv.blocklog.mlx_lm import ACCESS, RESPONSE, MlxLmReader
-from mlxkv.blocklog.omlx import OmlxReader
+from mlxkv.blocklog.omlx import OmlxReader, iso_time
 from mlxkv.blocklog.sources import Advance, Read, find_files, pieces
 
 _CONTINUED_LINES = 64  # that may belong to one record
 _WRAPPED_LINES = 4  # of one message
 _WRAPPED_BYTES = 64 * 2**10
-_LEVELS = frozenset((b"TRACE", b"DEBUG", b"INFO", b"WARNING", b"ERROR", b"CRITICAL"))
+_LEVELS = {name.encode(): name for name in ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
 _JSON = b'{"time":"'
-_ISO = bytes.maketrans(b" ,", b"T.")  # Python's `2026-11-30 19:12:38,779` as ISO 8601; its zone is not in the log
 
 
 class LogReader:
@@ -46,6 +45,7 @@ class LogReader:
         self._waiting: tuple[str, str, str, str] | None = None
         self._more: list[str] = []
         self._continued = 0
+        self._at = (b"", "")
 
     @property
     def levels(self) -> set[str]:
@@ -61,7 +61,8 @@ class LogReader:
     def events(self, lines: Sequence[bytes]) -> Iterator[Event]:
         """The events of some more lines."""
         decode, torn = self._decode, (msgspec.DecodeError, UnicodeDecodeError)
-        known = 0
+        frequent = self._omlx.feed_frequent
+        known = quick = 0
         for line in lines:
             if line[:1] == b"{" and not self._half:
                 try:
@@ -73,10 +74,15 @@ class LogReader:
                 yield event
             elif self._half:
                 yield from self._torn(line)
+            elif self._waiting is None and (one := frequent(line)) is not None:
+                quick += 1
+                self._continued = 0
+                yield one
             elif found := self._text(line):
                 yield from found
-        self.lines += known
+        self.lines += known + quick
         self.records["mlxkv"] += known
+        self.records["oMLX"] += quick
 
     def finish(self) -> Iterator[Event]:
         """What was still waiting for a next line."""
@@ -103,22 +109,20 @@ class LogReader:
                 source = "oMLX"
             else:
                 level, at, source = line[26:first], first + 3, "mlx_lm"
-            if level not in _LEVELS:
+            name = _LEVELS.get(level)
+            if name is None:
                 self.unknown_lines += 1
                 return before
-            record = (source, line[:23].translate(_ISO).decode(), level.decode(), line[at:].decode(errors="replace"))
-            return (*before, *self._record(record)) if before else self._record(record)
+            if line[:23] != self._at[0]:
+                self._at = (line[:23], iso_time(line[:23]))
+            message = str(line[at:], "utf-8", "replace")
+            events = (self._omlx if source == "oMLX" else self._mlx_lm).feed(self._at[1], name, message)
+            if events is None or message.startswith(RESPONSE):
+                self._waiting = (source, self._at[1], name, message)
+                return before
+            self.records[source] += 1
+            return (*before, *events) if before else events
         return self._rest(line) if line.strip() else ()
-
-    def _record(self, record: tuple[str, str, str, str]) -> Sequence[Event]:
-        """The events of a record; one that is not known, or not whole, waits for the lines after it."""
-        source, time, level, message = record
-        events = (self._omlx if source == "oMLX" else self._mlx_lm).feed(time, level, message)
-        if events is None or message.startswith(RESPONSE):
-            self._waiting = record
-            return ()
-        self.records[source] += 1
-        return events
 
     def _rest(self, line: bytes) -> Sequence[Event]:
         """A line without a known beginning."""

@@ -91,12 +91,19 @@ def _tokens(found: Summary, *beginnings: str) -> tuple[int, int]:
     return sum(each.tokens for each in chosen), sum(each.requests for each in chosen)
 
 
+def _room(found: Summary, tier: str) -> str:
+    """What gives a tier more room, by the name of the program that wrote the log."""
+    omlx = {"hot": "the size of its hot cache", "cold": "the largest size of its SSD cache"}
+    return omlx[tier] if found.sources["oMLX"] and not found.sources["mlxkv"] else f"--{tier}"
+
+
 def _thrash(found: Summary) -> list[Trouble]:
     tokens, requests = _tokens(found, "evicted")
     if tokens <= THRASH_SHARE * found.computed_tokens:
         return []
     seen = f"{tokens:,} tokens in {counted(requests, 'request')} had been held and were evicted"
-    return [Trouble("thrash", seen, "Give the tiers more room: raise --hot, then --cold.", tokens)]
+    advice = f"Give the tiers more room: raise {_room(found, 'hot')}, then {_room(found, 'cold')}."
+    return [Trouble("thrash", seen, advice, tokens)]
 
 
 def _unstable(found: Summary) -> list[Trouble]:
@@ -108,11 +115,10 @@ def _unstable(found: Summary) -> list[Trouble]:
 
 
 def _off(found: Summary) -> list[Trouble]:
-    names = {"hot": "--hot", "cold": "--cold"}
     return [
-        Trouble(f"the {name} tier is off", "it was opened with a budget of 0", f"Give it room with {names[name]}.")
+        Trouble(f"the {name} tier is off", "it was opened with a budget of 0", f"Raise {_room(found, name)}.")
         for name, tier in found.tiers.items()
-        if tier.off and name in names
+        if tier.off
     ]
 
 
@@ -122,7 +128,7 @@ def _full(found: Summary) -> list[Trouble]:
         evicted = found.evicted_blocks.get(name, 0)
         if tier.budget_bytes and evicted and tier.peak_bytes >= FULL_SHARE * tier.budget_bytes:
             seen = f"{name} was full ({format_bytes(tier.budget_bytes)}) and evicted {counted(evicted, 'block')}"
-            full.append(Trouble("budget too small", seen, f"Raise --{name}."))
+            full.append(Trouble("budget too small", seen, f"Raise {_room(found, name)}."))
     return full
 
 
@@ -151,7 +157,7 @@ def _rewritten(found: Summary) -> list[Trouble]:
     if times is None or times < REWRITTEN:
         return []
     seen = f"each byte was written {times:.2f} times ({format_bytes(found.rewritten_bytes)} again)"
-    return [Trouble("written again and again", seen, "Raise --cold: what is evicted is written anew.")]
+    return [Trouble("written again and again", seen, f"Raise {_room(found, 'cold')}: what is evicted is written anew.")]
 
 
 def _rejected(found: Summary) -> list[Trouble]:
@@ -172,12 +178,10 @@ def _rejected(found: Summary) -> list[Trouble]:
 
 
 def _said(found: Summary) -> list[Trouble]:
-    return [
-        Trouble(
-            what, f"{counted(count, 'time')} in the log", "See the lines themselves, and the memory or disk it had."
-        )
-        for what, count in found.logged_trouble.most_common()
-    ]
+    if not found.logged_trouble:
+        return []
+    seen = ", ".join(f"{what} ({count:,})" for what, count in found.logged_trouble.most_common())
+    return [Trouble("the server's own warnings", seen, "See those lines, and the memory and disk it had.")]
 
 
 def _geometry(found: Summary) -> list[Trouble]:

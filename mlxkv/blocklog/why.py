@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal
 
 from mlxkv.blocklog.outline import Outline, Part, shared_tokens
@@ -85,7 +86,7 @@ class Record:
         outline = found.get("outline")
         return cls(
             request=str(found["request"]),
-            time=found.get("time"),
+            time=_iso(found.get("time")),
             model=found.get("model"),
             root=found.get("root"),
             prompt_tokens=found.get("prompt_tokens") or 0,
@@ -94,6 +95,13 @@ class Record:
             outline=None if outline is None else Outline.from_fields(outline),
             text=found.get("text"),
         )
+
+
+def _iso(time: str | float | None) -> str | None:
+    """A time as the log writes it; a server gives seconds since 1970."""
+    if time is None or isinstance(time, str):
+        return time
+    return datetime.fromtimestamp(time).astimezone().isoformat(timespec="milliseconds")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,3 +119,9 @@ def test_what_a_request_evicts_after_it_began_is_not_why_it_missed(tmp_path):
     history = read_history([str(path)], "r3")
     assert [(gone.block[0], gone.reason, gone.by) for gone in history.gone] == [("a", "budget", "r2")]
     assert "01:00:00" in explain(history.record, history.earlier, history.gone).detail
+
+
+def test_a_log_whose_blocks_go_round_in_a_circle_ends():
+    log = Script().block("a", parent="b" * 64, index=0, request="r1").block("b", parent="a" * 64, index=1, request="r1")
+    log.block("c", parent="b" * 64, index=2, request="r2").request(192, hot=128, request="r2")
+    assert {row.block[0]: row.hits for row in table_of(log).chosen()} == {"a": 1, "b": 1, "c": 0}

@@ -172,3 +172,22 @@ def test_prompt_text_in_a_line_is_not_in_any_event():
 @pytest.mark.parametrize(("text", "expected"), [("768.00 KB", 786_432), ("512 B", 512), ("12.3GB", 13_207_024_435)])
 def test_sizes_go_in_steps_of_1024(text, expected):
     assert size_bytes(text) == expected
+
+
+def test_a_frequent_line_gives_the_same_event_when_it_was_wrapped():
+    """Whole lines of the frequent kinds are read by one pattern; pieces put together by the table."""
+    lines = [
+        line
+        for path in LOGS
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if "Loaded block" in line or "Saved block" in line or "Enqueued block" in line or "Evicted hot" in line
+    ]
+    assert len(lines) == 17
+    for line in lines:
+        whole, wrapped = LogReader(), LogReader()
+        cut = line.index(" block ") + 3
+        expected = [event.to_fields() for event in [*whole.events([line.encode()]), *whole.finish()]]
+        pieces = [line[:cut].encode(), line[cut:].encode()]
+        assert [event.to_fields() for event in [*wrapped.events(pieces), *wrapped.finish()]] == expected
+        assert len(expected) == 1
+        assert whole.levels == wrapped.levels == {"DEBUG"}

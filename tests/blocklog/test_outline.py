@@ -5,9 +5,11 @@ from itertools import pairwise
 
 import pytest
 from driving import some_tokens
+from hypothesis import given
+from hypothesis import strategies as st
 from prompts import KEY, TEMPLATE, Asker, common, conversation, tool
 
-from mlxkv.blocklog.outline import BLOCK_DIGITS, MASKED_CHARACTERS, common_blocks, shared_tokens
+from mlxkv.blocklog.outline import BLOCK_DIGITS, MASKED_CHARACTERS, common_blocks, load_key, shared_tokens
 from mlxkv.cache.names import BLOCK_TOKENS
 from mlxkv.models.gguf import find_demo_gguf
 from mlxkv.models.loader import tokenizer_of
@@ -141,6 +143,20 @@ def test_a_template_and_its_options_show_in_the_outline():
     )
 
 
+def test_the_key_is_kept_readable_by_its_owner_only(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlxkv.blocklog.outline.default_cache_dir", lambda: tmp_path / "mlxkv" / "blocks")
+    key = load_key()
+    assert load_key() == key
+    assert len(key) == 16
+    assert (tmp_path / "mlxkv" / "outline.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_where_the_key_cannot_be_kept_each_process_has_its_own(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("mlxkv.blocklog.outline.default_cache_dir", lambda: tmp_path / "file" / "blocks")
+    assert load_key() != load_key()
+
+
 @pytest.fixture(scope="module")
 def demo():
     find_demo_gguf()
@@ -153,3 +169,17 @@ def test_the_pieces_of_a_real_vocabulary_are_what_it_decodes(demo):
         ids = demo.encode(text, add_special_tokens=False)
         assert b"".join(pieces[i] for i in ids).decode() == text
     assert pieces[demo.eos_token_id] == b"\xff<|im_end|>\xff"
+
+
+WORDS = st.text("ab 1\n", max_size=90)
+TALKS = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), WORDS), min_size=1, max_size=5)
+
+
+@given(TALKS, TALKS, st.integers(0, 5))
+def test_the_range_of_shared_tokens_holds_the_count_whatever_two_conversations_are(one, two, alike):
+    first, second = ([{"role": r, "content": c} for r, c in talk] for talk in (one, [*one[:alike], *two]))
+    a, b = ASK(first), ASK(second, reply="ab")
+    least, most = shared_tokens(a.outline, b.outline)
+    assert least <= common(a.tokens, b.tokens) <= most
+    assert [part.end for part in a.outline.parts] == sorted({part.end for part in a.outline.parts})
+    assert a.outline.parts[-1].end == len(a.tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -61,10 +60,7 @@ def why(
 
 def _from_server(url: str, request: str, key: str | None) -> tuple[Any, list[Any]]:
     """The request's record and those before it, from the records the server keeps."""
-    try:
-        import httpx
-    except ImportError as error:
-        raise UsageError(f"--url needs httpx; run `{sys.executable} -m pip install httpx` first.") from error
+    import httpx
 
     from mlxkv.blocklog.why import Record
 
@@ -75,7 +71,7 @@ def _from_server(url: str, request: str, key: str | None) -> tuple[Any, list[Any
         found = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise MlxkvError(f"{url} did not give its requests ({error}); check the address and the key.") from error
-    records = [Record.of(each) for each in found["requests"]]
+    records = [Record.of(each) for each in reversed(found["requests"])]  # the server has the newest first
     chosen = [i for i, record in enumerate(records) if record.request.startswith(request)]
     exact = [i for i in chosen if records[i].request == request]
     if len(exact or chosen) != 1:
