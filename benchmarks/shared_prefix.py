@@ -154,6 +154,9 @@ def figures_of(
     spread = statistics.quantiles(
         [a / b for a, b in zip(found["mlx-lm"].seconds, found["shared"].seconds, strict=True)]
     )
+    cpu = statistics.median(
+        a / b for a, b in zip(found["mlx-lm"].cpu_seconds, found["shared"].cpu_seconds, strict=True)
+    )
     suffix = shared.batch[0].tokens(0) - prefix
     token_bytes = 2 * sum(keys.shape[1] * keys.shape[3] * keys.itemsize for keys in (c.state[0] for c in shared.batch))
     allowed = (prefix + count * (suffix + 256)) * token_bytes
@@ -163,6 +166,7 @@ def figures_of(
         Figure(
             f"{name}: decode rate over mlx-lm's", ratio, "times",
             f"{rates['shared']:.1f} and {rates['mlx-lm']:.1f} tokens/s, quartiles {spread[0]:.2f} to {spread[2]:.2f},"
+            f" by CPU time {cpu:.2f},"
             f" same tokens in {equal} of {count}",
             least=LEAST.get((prefix, count)), samples=samples,
         ),

@@ -40,7 +40,7 @@ with keep_open_files_limit():
 
 Pair = tuple[mx.array, mx.array]
 
-LONE_STEPS = 4
+LONE_STEPS = 16
 """Decode steps after which a batch of one row gets plain arrays: not at once, for others may be about to join."""
 
 
@@ -238,7 +238,9 @@ class SharedPrefixCache:
         if not 0 <= start <= stop <= self.tokens(row):
             raise UsageError(f"row {row} has {self.tokens(row)} tokens; [{start}, {stop}) are not among them.")
         if self._alone is not None:
-            return self._alone.keys[:, :, start:stop], self._alone.values[:, :, start:stop]
+            held = (self._alone.keys, self._alone.values)
+            keys, values = (mx.contiguous(side[:, :, start:stop]) for side in held)  # a view would stay in the way
+            return keys, values
         chosen = self._table.rows[row]
         ahead = chosen.prefix_tokens
         parts: list[Pair] = []
@@ -276,8 +278,10 @@ class SharedPrefixCache:
             wanted = self._alone.offset if prefix_tokens is None else prefix_tokens
             if not 0 < wanted <= self._alone.offset:
                 raise UsageError(f"{wanted} tokens of a row of {self._alone.offset} cannot become a prefix.")
-            tokens = self._alone.offset
-            self._split(self._table.answer(("prefix", tokens, wanted), lambda: Prefix(wanted)), {})
+            held, tokens = self._table.rows[0].prefix, self._alone.offset
+            if held is None or held.tokens != wanted:
+                held = self._table.answer(("prefix", tokens, wanted), lambda: Prefix(wanted))
+            self._split(held, {})
         prefix = self._table.rows[row].prefix
         if prefix is None:
             wanted = 0 if prefix_tokens is None else prefix_tokens
@@ -448,7 +452,7 @@ class SharedPrefixCache:
                 mx.contiguous(side.reshape(side.shape[0], blocks, BLOCK_TOKENS, -1).swapaxes(0, 1)) for side in behind
             )
         del sides
-        self._alone = None
+        self._alone, self._lone = None, 0
         mx.eval(self.state)
 
     def _own(self, row: Row, start: int, stop: int) -> Pair:

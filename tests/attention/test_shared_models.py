@@ -23,8 +23,11 @@ from mlxkv.models.gguf import find_demo_gguf
 
 LONGER = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "qwen3_moe", "smollm3", "olmo2")
 WITHOUT_HOOK = ("gemma2", "deepseek_v3", "deepseek_v2")
-CHANGES = {"gemma2": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}}
-"""So that query heads share KV heads there too, whose masks have an axis more."""
+CHANGES = {
+    "gemma2": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "starcoder2": {"vocab_size": 128},
+}
+"""So that query heads share KV heads in gemma2, whose masks have an axis more; and no head of 49,152 tokens."""
 CLOSE = 1e-4
 
 
@@ -138,8 +141,8 @@ def test_six_sequences_in_two_groups_are_each_as_if_alone(architecture):
     with Dispatch(module) as hook:
         assert hook.served == (architecture in SERVED)
         play = Play(module, hook, seed=len(architecture))
-        play.run(45 if architecture in LONGER else 6, first=3 if architecture in LONGER else 2)
-        assert play.steps >= (15 if architecture in LONGER else 2)
+        play.run(32 if architecture in LONGER else 4, first=3 if architecture in LONGER else 2)
+        assert play.steps >= (10 if architecture in LONGER else 1)
 
 
 def test_the_demo_model_too():
@@ -152,7 +155,7 @@ def test_the_demo_model_too():
     code = (
         "import mlxkv\nfrom mlxkv.models.loader import load\nfrom mlxkv.attention.dispatch import Dispatch\n"
         "from attention.test_shared_models import Play\nmodule = load('smollm2-135m').module\n"
-        "play = Play(module, Dispatch(module), seed=1)\nplay.run(14, first=4)\nprint(play.steps, play.worst)"
+        "play = Play(module, Dispatch(module), seed=1)\nplay.run(9, first=4)\nprint(play.steps, play.worst)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -163,5 +166,5 @@ def test_the_demo_model_too():
     )
     assert done.returncode == 0, done.stderr
     steps, worst = done.stdout.split()
-    assert int(steps) >= 5
+    assert int(steps) >= 4
     assert float(worst) < CLOSE

@@ -71,9 +71,9 @@ def test_a_batch_holds_the_prefix_once(count, prefix, suffix):
         joining = holder.branch(0)
         joining.update_and_fetch(*pair(suffix, seed + 1))
         cache.extend(joining)
-    grow(cache, 6)  # a sequence by itself is plain by then
+    grow(cache, LONE_STEPS + 2)  # a sequence by itself is plain by then
     assert cache.alone == (count == 1)
-    suffix += 6
+    suffix += LONE_STEPS + 2
     assert cache.nbytes <= (prefix + count * (suffix + 256)) * TOKEN_BYTES
     assert cache.nbytes >= (prefix + count * suffix) * TOKEN_BYTES
     assert cache.saved_bytes == (count - 1) * prefix * TOKEN_BYTES
@@ -167,6 +167,20 @@ def test_a_sequence_that_decodes_by_itself_becomes_plain_after_some_steps(llama)
             plain.append(batch[0].alone)
     assert plain == [False] * LONE_STEPS + [True] * 4
     assert {cache.alone for cache in batch} == {True}
+
+
+def test_a_sequence_that_somebody_joins_keeps_its_prefix_for_some_steps():
+    cache = sequence(300)
+    grow(cache, LONE_STEPS + 5)
+    assert cache.alone
+    cache.branch(0, 256)
+    grow(cache, LONE_STEPS)
+    assert (cache.alone, cache.prefix_tokens(0)) == (False, 256)
+    grow(cache, 1)
+    assert (cache.alone, cache.tokens(0)) == (True, 300 + 2 * LONE_STEPS + 6)
+    again = cache.branch(0, 256)
+    assert again._table.prefixes == cache._table.prefixes
+    cache.check_integrity()
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 64), (64, 128), (90, 110), (100, 164), (130, 230), (0, 230)])
