@@ -161,8 +161,8 @@ export class BlockMap {
 
   #cell(pen, { node, left, top }, colours, now) {
     const size = this.#size();
-    const { tier, tokens, used } = node.row;
-    const width = node.row.kind === "block" ? Math.max((size * tokens) / BLOCK_TOKENS, 3) : size;
+    const { tier, used } = node.row;
+    const width = this.#width(node);
     const age = Math.max(now - used, 0);
     const strength = STRENGTHS[AGES_S.filter((limit) => age >= limit).length];
     const visible = pen.globalAlpha;
@@ -207,13 +207,18 @@ export class BlockMap {
     pen.stroke();
   }
 
-  #ring(pen, { left, top }, colour, width) {
-    const size = this.#size();
+  #ring(pen, { node, left, top }, colour, thick) {
     pen.strokeStyle = colour;
-    pen.lineWidth = width;
+    pen.lineWidth = thick;
     pen.beginPath();
-    pen.roundRect(left - 1.5, top - 1.5, size + 3, size + 3, 4);
+    pen.roundRect(left - 1.5, top - 1.5, this.#width(node) + 3, this.#size() + 3, 4);
     pen.stroke();
+  }
+
+  // A tail is as wide as its share of a block.
+  #width({ row }) {
+    const size = this.#size();
+    return row.kind === "block" ? Math.max((size * row.tokens) / BLOCK_TOKENS, 3) : size;
   }
 
   #size() {
