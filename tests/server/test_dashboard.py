@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,14 +21,15 @@ ARGUMENTS = [
 ]  # fmt: skip
 SHARED_BLOCKS = 3
 SHARED = some_tokens(64 * SHARED_BLOCKS, seed=1)
-JUST_USED_MS = 3_500  # after this long no cell has the ring of one that was just used
+JUST_USED_S = 3.2  # after this long no cell has the ring of one that was just used
 KEY = "a key of this test"
 
 pytestmark = pytest.mark.skipif(
     not CHROMIUM.exists(), reason="Debian's chromium is not installed: apt install chromium"
 )
 
-ISLANDS = """() => {
+ISLANDS = """async () => {
+  await new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)));
   // Where the canvas has orange or blue: boxes of what hangs together, in canvas pixels.
   const canvas = document.querySelector("#map canvas");
   const { width, height } = canvas;
@@ -98,9 +100,9 @@ CONTRASTS = """() => {
 def served(tmp_path_factory):
     """Two prompts that share three blocks, and one of its own."""
     with site("llama", tmp_path_factory.mktemp("blocks")) as made:
+        ask(made.engine, some_tokens(150, seed=4))
         ask(made.engine, SHARED + some_tokens(130, seed=2))
         ask(made.engine, SHARED + some_tokens(70, seed=3))
-        ask(made.engine, some_tokens(150, seed=4))
         yield made
 
 
@@ -147,6 +149,13 @@ def wait_for_cells(page: Page) -> None:
     expect(page.locator("#map canvas")).to_have_attribute("data-cells", re.compile("[1-9]"), timeout=20_000)
 
 
+def wait_for_rest(served: Site, page: Page) -> None:
+    """Until no block was used lately, and the map was drawn since."""
+    rest_s = max(block["used"] for block in blocks_of(served)) + JUST_USED_S - time.time()
+    if rest_s > 0:
+        page.wait_for_timeout(1000 * (rest_s + 1))
+
+
 def blocks_of(served: Site) -> list[dict]:
     return [block for block in served.get("/v1/cache/blocks")["blocks"] if block["kind"] == "block"]
 
@@ -174,14 +183,14 @@ def synthetic(chains: int, length: int) -> dict:
 
 
 def test_there_is_one_cell_for_every_block_that_the_server_lists(served, page):
-    page.wait_for_timeout(JUST_USED_MS)
+    wait_for_rest(served, page)
     islands = page.evaluate(ISLANDS)
     assert len(islands) == len(blocks_of(served)) > 8
     assert page.locator("#map canvas").get_attribute("data-cells") == str(len(islands))
 
 
 def test_a_shared_prefix_is_one_stem_with_two_branches(served, page):
-    page.wait_for_timeout(JUST_USED_MS)
+    wait_for_rest(served, page)
     first, second, *_ = grid(page.evaluate(ISLANDS))
     pitch = first[1] - first[0]
     assert first[0] == second[0] - SHARED_BLOCKS * pitch, "the second row begins below what follows the stem"
@@ -195,16 +204,18 @@ def test_a_shared_prefix_is_one_stem_with_two_branches(served, page):
     expect(page.locator("#voice")).to_contain_text(forked[:12])
 
 
-def test_a_new_block_appears_by_itself(served, page):
-    before = len(blocks_of(served))
-    ask(served.engine, some_tokens(64, seed=9), max_tokens=4)
-    after = len(blocks_of(served))
-    assert after > before
-    expect(page.locator("#map canvas")).to_have_attribute("data-cells", str(after), timeout=20_000)
+def test_a_new_block_appears_by_itself(tmp_path, open_page):
+    with site("llama", tmp_path) as made:
+        page = open_page(made.url)
+        page.goto(made.url)
+        expect(page.locator("#map-text")).to_contain_text("Nothing is held yet", timeout=20_000)
+        ask(made.engine, some_tokens(130, seed=9))
+        cells = str(len(blocks_of(made)))
+        expect(page.locator("#map canvas")).to_have_attribute("data-cells", cells, timeout=20_000)
 
 
 def test_the_pointer_shows_what_a_cell_is(served, page):
-    page.wait_for_timeout(JUST_USED_MS)
+    wait_for_rest(served, page)
     island = page.evaluate(ISLANDS)[0]
     page.hover("#map", position={"x": (island["left"] + island["right"]) / 2, "y": island["top"] + 4})
     tip = page.locator("#tip")
@@ -273,7 +284,7 @@ def test_twenty_thousand_blocks_are_drawn_without_an_element_each(served, open_p
     before = page.evaluate(ISLANDS)
     page.focus("#map")
     page.keyboard.press("End")
-    for _ in range(60):
+    for _ in range(55):
         page.keyboard.press("ArrowDown")
     assert page.evaluate("document.querySelector('#map').scrollTop") > 0
     assert len(before) > 100
@@ -301,7 +312,7 @@ def test_the_figures_are_those_of_the_api(served, page):
     assert int(meter.get_attribute("aria-valuemax")) == hot["budget_bytes"]
 
 
-def test_the_plot_has_a_bar_for_each_source_as_high_as_its_tokens(served, page):
+def test_the_plot_has_a_bar_for_each_source_as_high_as_its_tokens(page):
     history = [
         {"time": 1_000_000, "hot": 300, "cold": 0, "computed": 100, "requests": 1},
         {"time": 1_000_020, "hot": 0, "cold": 150, "computed": 50, "requests": 1},
@@ -437,8 +448,8 @@ def test_text_and_marks_stand_out_from_what_is_behind_them(served, open_page, sc
     assert (red > 200) == (scheme == "light")
 
 
-def test_the_map_is_drawn_anew_when_the_scheme_changes(page):
-    page.wait_for_timeout(JUST_USED_MS)
+def test_the_map_is_drawn_anew_when_the_scheme_changes(served, page):
+    wait_for_rest(served, page)
     page.emulate_media(color_scheme="light")
     light = page.locator("#map").screenshot()
     page.emulate_media(color_scheme="dark")

@@ -168,7 +168,7 @@ const meter = (label, value, most, text) => ({
 });
 
 function showFigures({ model, version, tokens, requests, uncached }) {
-  say("model", `${model}`);
+  say("model", model);
   document.title = `${model} · mlxkv`;
   const saved = tokens.hot + tokens.cold;
   const all = saved + tokens.computed;
@@ -177,7 +177,7 @@ function showFigures({ model, version, tokens, requests, uncached }) {
   for (const source of ["hot", "cold", "computed"]) say(`tokens-${source}`, count(tokens[source]));
   const waiting = requests.queued ? `, ${count(requests.queued)} waiting` : "";
   say("state-text", `live · ${many(requests.finished, "request")} answered · version ${version}`);
-  say("running-text", `${count(requests.running)} of at most ${count(requests.limit)}${waiting}.`);
+  say("running-text", `${requests.running ? count(requests.running) : "None"} of at most ${count(requests.limit)}${waiting}.`);
   if (uncached) trouble(`This model runs without a cache: ${uncached}`);
 }
 

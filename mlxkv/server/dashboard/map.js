@@ -11,7 +11,7 @@ const PADDING = 8;
 const AGES_S = [10, 60, 600, 3600];
 const STRENGTHS = [1, 0.72, 0.48, 0.28, 0.12]; // of the fill, by age
 const JUST_USED_S = 3;
-const DIMMED = 0.25;
+const DIMMED = 0.4;
 const BLOCK_TOKENS = 64;
 
 export class BlockMap {
@@ -27,6 +27,7 @@ export class BlockMap {
     this.hovered = null; // cells are remembered by name: the next answer makes new ones
     this.selected = null;
     this.room = canvas.parentElement;
+    this.frame = null;
     box.addEventListener("scroll", () => this.draw());
     box.addEventListener("keydown", (event) => this.#key(event));
     box.addEventListener("focus", () => this.#select(this.cellOf.get(this.selected) ?? this.cells[0]));
@@ -83,7 +84,15 @@ export class BlockMap {
     return Math.ceil(top);
   }
 
+  // Once before the next frame, however often it is asked for.
   draw() {
+    this.frame ??= requestAnimationFrame(() => {
+      this.frame = null;
+      this.#draw();
+    });
+  }
+
+  #draw() {
     const { canvas, box } = this;
     const width = box.clientWidth;
     const height = box.clientHeight;
@@ -95,8 +104,8 @@ export class BlockMap {
       canvas.style.height = `${height}px`;
     }
     const styles = getComputedStyle(box);
-    const colour = (name) => styles.getPropertyValue(`--${name}`).trim();
-    const colours = { hot: colour("hot"), cold: colour("cold"), ink: colour("ink"), line: colour("line"), soft: colour("soft"), mark: colour("mark") };
+    const names = ["hot", "cold", "ink", "line", "soft", "mark"];
+    const colours = Object.fromEntries(names.map((name) => [name, styles.getPropertyValue(`--${name}`).trim()]));
     const pen = canvas.getContext("2d");
     pen.setTransform(scale, 0, 0, scale, 0, 0);
     pen.clearRect(0, 0, width, height);
@@ -168,25 +177,20 @@ export class BlockMap {
     const visible = pen.globalAlpha;
     const main = tier === "cold" ? colours.cold : colours.hot;
     const corner = Math.min(3, width / 2);
-    pen.save();
-    pen.beginPath();
-    pen.roundRect(left, top, width, size, corner);
-    pen.clip();
+    const upper = tier === "both" ? Math.ceil(size * 0.6) : size;
     pen.globalAlpha = visible * strength;
     pen.fillStyle = main;
-    pen.fillRect(left, top, width, size);
+    this.#box(pen, left, top, width, upper, tier === "both" ? [corner, corner, 0, 0] : corner);
+    pen.fill();
     if (tier === "both") {
-      const half = Math.ceil(size * 0.6);
-      pen.clearRect(left, top + half, width, size - half);
       pen.fillStyle = colours.cold;
-      pen.fillRect(left, top + half, width, size - half);
+      this.#box(pen, left, top + upper, width, size - upper, [0, 0, corner, corner]);
+      pen.fill();
     }
-    pen.restore();
     pen.globalAlpha = visible;
     pen.lineWidth = 1;
     pen.strokeStyle = main;
-    pen.beginPath();
-    pen.roundRect(left + 0.5, top + 0.5, width - 1, size - 1, corner);
+    this.#box(pen, left + 0.5, top + 0.5, width - 1, size - 1, corner);
     pen.stroke();
     if (node.checkpoint || node.row.kind === "checkpoint") this.#diamond(pen, left + width, top, size, colours);
     if (age < JUST_USED_S) this.#ring(pen, { node, left, top }, main, 1.5);
@@ -210,9 +214,15 @@ export class BlockMap {
   #ring(pen, { node, left, top }, colour, thick) {
     pen.strokeStyle = colour;
     pen.lineWidth = thick;
-    pen.beginPath();
-    pen.roundRect(left - 1.5, top - 1.5, this.#width(node) + 3, this.#size() + 3, 4);
+    this.#box(pen, left - 1.5, top - 1.5, this.#width(node) + 3, this.#size() + 3, 4);
     pen.stroke();
+  }
+
+  // Rounded corners are not to be seen on the smallest cells, and cost half of drawing them.
+  #box(pen, left, top, width, height, corners) {
+    pen.beginPath();
+    if (this.pitch < 12) pen.rect(left, top, width, height);
+    else pen.roundRect(left, top, width, height, corners);
   }
 
   // A tail is as wide as its share of a block.
@@ -263,7 +273,8 @@ export class BlockMap {
     this.selected = cell.node.row.block;
     const { box } = this;
     if (cell.top - HEADING < box.scrollTop) box.scrollTop = cell.top - HEADING;
-    else if (cell.top + this.pitch > box.scrollTop + box.clientHeight) box.scrollTop = cell.top + this.pitch - box.clientHeight;
+    const below = cell.top + this.pitch - box.clientHeight;
+    if (below > box.scrollTop) box.scrollTop = below;
     this.draw();
     if (speak) this.voice.textContent = this.describe(cell.node).join(". ");
   }
