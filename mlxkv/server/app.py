@@ -296,6 +296,7 @@ class _Routes:
             {
                 "model": engine.model.name,
                 "version": version("mlxkv"),
+                "ready": engine.alive,
                 "uncached": engine.cache.uncached,
                 "block_bytes": layout.block_bytes,
                 "checkpoint_bytes": layout.checkpoint_bytes,

@@ -412,6 +412,14 @@ def test_the_page_says_that_the_server_is_gone_and_comes_back_by_itself(served, 
     page.troubles.clear()
 
 
+def test_the_page_says_that_the_engine_stopped(served, open_page):
+    page = open_page(served.url)
+    page.route("**/v1/cache", lambda route: route.fulfill(json={**served.get("/v1/cache"), "ready": False}))
+    page.goto(served.url)
+    expect(page.get_by_role("alert")).to_contain_text("The engine does not run")
+    assert served.get("/v1/cache")["ready"] is True
+
+
 def test_each_path_is_asked_at_most_once_a_second_and_not_while_the_tab_is_hidden(page):
     page.asked.clear()
     page.wait_for_timeout(3_000)

@@ -28,13 +28,20 @@ class Refused extends Error {
   }
 }
 
+class Gone extends Error {}
+
 async function get(path) {
   const key = sessionStorage.getItem(KEY);
   const headers = key ? { authorization: `Bearer ${key}` } : {};
-  const answer = await fetch(path, { headers, cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
-  if (answer.ok) return answer.json();
-  const told = await answer.json().catch(() => ({}));
-  throw new Refused(answer.status, told.error?.message ?? `status ${answer.status}`);
+  let answer, told;
+  try {
+    answer = await fetch(path, { headers, cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
+    told = await answer.json();
+  } catch (error) {
+    throw new Gone(path, { cause: error });
+  }
+  if (!answer.ok) throw new Refused(answer.status, told.error?.message ?? `status ${answer.status}`);
+  return told;
 }
 
 // polling
@@ -56,7 +63,7 @@ async function look() {
   try {
     const [cache, requests] = await Promise.all([get("/v1/cache"), get("/v1/cache/requests")]);
     clockOffset_s = cache.time - Date.now() / 1000;
-    isLive();
+    showState(cache);
     showFigures(cache);
     showTiers(cache);
     showPlot(cache);
@@ -68,8 +75,8 @@ async function look() {
     wait = failed(error);
   } finally {
     asking = false;
+    if (wait) again(wait);
   }
-  if (wait) again(wait);
 }
 
 // The blocks, when something says that they changed; a busy engine may answer late, and the rest does not wait for it.
@@ -84,27 +91,31 @@ async function list(cache) {
     listed = { stamp, at_ms: performance.now(), total: answer.total };
     showBlocks(answer);
   } catch (error) {
+    listed.at_ms = performance.now();
     if (error instanceof Refused && error.status === 401) failed(error);
-    else listed.at_ms = performance.now(); // the next look says what is wrong, if it still is
+    else if (error instanceof Refused) say("map-text", `There is no list of blocks now: ${error.message}`);
+    else if (!(error instanceof Gone)) throw error; // the next look says that the server is gone
   } finally {
     listing = false;
   }
 }
 
-function isLive() {
-  document.body.dataset.state = "live";
-  at("state-text").textContent = "live";
-  at("trouble").hidden = true;
+function showState({ ready, requests, version, uncached }) {
+  document.body.dataset.state = ready ? "live" : "gone";
+  say("state-text", ready ? "live" : "in trouble");
+  say("about", `${many(requests.finished, "request")} answered · version ${version}`);
   at("key-form").hidden = true;
   at("main").hidden = false;
   at("main").classList.remove("stale");
+  if (!ready) trouble("The engine does not run: requests are refused. The server's own lines say why.");
+  else trouble(uncached ? `This model runs without a cache: ${uncached}` : "");
 }
 
 // Says what went wrong; returns after how many milliseconds to look again, 0 for not by itself.
 function failed(error) {
   if (error instanceof Refused && error.status === 401) {
     document.body.dataset.state = "locked";
-    at("state-text").textContent = "locked";
+    say("state-text", "locked");
     const tried = sessionStorage.getItem(KEY) !== null;
     sessionStorage.removeItem(KEY);
     at("main").hidden = true;
@@ -117,10 +128,10 @@ function failed(error) {
   document.body.dataset.state = "gone";
   at("main").classList.add("stale");
   if (error instanceof Refused) {
-    at("state-text").textContent = "in trouble";
+    say("state-text", "in trouble");
     trouble(`The server answers, but not well: ${error.message}`);
-  } else if (error instanceof TypeError || error.name === "TimeoutError" || error.name === "AbortError") {
-    at("state-text").textContent = "gone";
+  } else if (error instanceof Gone) {
+    say("state-text", "gone");
     trouble("The server does not answer. What you see is the last it said; this page comes back by itself when it does.");
   } else throw error;
   return GONE_MS;
@@ -167,7 +178,7 @@ const meter = (label, value, most, text) => ({
   role: "meter", "aria-label": label, "aria-valuemin": 0, "aria-valuenow": value, "aria-valuemax": most, "aria-valuetext": text,
 });
 
-function showFigures({ model, version, tokens, requests, uncached }) {
+function showFigures({ model, tokens, requests }) {
   say("model", model);
   document.title = `${model} · mlxkv`;
   const saved = tokens.hot + tokens.cold;
@@ -176,9 +187,7 @@ function showFigures({ model, version, tokens, requests, uncached }) {
   say("share-text", all ? `${count(saved)} of ${count(all)} prompt tokens were not computed again.` : "No prompt has come yet.");
   for (const source of ["hot", "cold", "computed"]) say(`tokens-${source}`, count(tokens[source]));
   const waiting = requests.queued ? `, ${count(requests.queued)} waiting` : "";
-  say("state-text", `live · ${many(requests.finished, "request")} answered · version ${version}`);
   say("running-text", `${requests.running ? count(requests.running) : "None"} of at most ${count(requests.limit)}${waiting}.`);
-  if (uncached) trouble(`This model runs without a cache: ${uncached}`);
 }
 
 let tiersShown = "";
