@@ -497,6 +497,21 @@ def test_all_that_can_be_done_can_be_reached_with_the_tab_key(page):
     assert reached[:4] == ["map", "Blocks as a table", "The same as a table", "requests"]
 
 
+def test_whatever_scrolls_can_be_scrolled_with_the_keyboard(served, open_page):
+    page = open_page(served.url, viewport={"width": 400, "height": 500})
+    page.route("**/v1/cache/blocks", lambda route: route.fulfill(json=synthetic(chains=40, length=60)))
+    page.goto(served.url)
+    wait_for_cells(page)
+    page.click("text=Blocks as a table")
+    scrolling = page.evaluate(
+        """[...document.querySelectorAll("main *")].filter((one) => one.clientHeight
+             && ["auto", "scroll"].includes(getComputedStyle(one).overflowY) && one.scrollHeight > one.clientHeight)
+           .map((one) => [one.id || one.getAttribute("aria-label"), one.tabIndex])"""
+    )
+    assert [name for name, _ in scrolling][:2] == ["map", "Table of blocks"]
+    assert all(tab_index == 0 for _, tab_index in scrolling)
+
+
 @pytest.mark.parametrize("width", [400, 768, 1600])
 def test_nothing_is_wider_than_the_window(served, open_page, width):
     page = open_page(served.url, viewport={"width": width, "height": 800})

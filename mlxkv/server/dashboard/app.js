@@ -192,13 +192,14 @@ function showFigures({ model, tokens, requests }) {
 
 let tiersShown = "";
 
-function showTiers({ hot, cold, live_bytes, live_budget_bytes, evicted, quarantined }) {
+function showTiers({ hot, cold, checkpoint_bytes, live_bytes, live_budget_bytes, evicted, quarantined }) {
   const shown = JSON.stringify([hot, cold, live_bytes, evicted, quarantined]);
   if (shown === tiersShown) return;
   tiersShown = shown;
-  const tiers = [tier("Memory (hot tier)", "hot", hot.used_bytes, hot.budget_bytes, many(hot.blocks, "block"))];
+  const held = (blocks) => (checkpoint_bytes ? `${count(blocks)} blocks and checkpoints` : many(blocks, "block"));
+  const tiers = [tier("Memory (hot tier)", "hot", hot.used_bytes, hot.budget_bytes, held(hot.blocks))];
   if (cold) {
-    const extra = cold.offline ? `offline: ${cold.offline}` : `${many(cold.blocks, "block")}, ${bytes(cold.written_today_bytes)} written today`;
+    const extra = cold.offline ? `offline: ${cold.offline}` : `${held(cold.blocks)}, ${bytes(cold.written_today_bytes)} written today`;
     tiers.push(tier("SSD (cold tier)", "cold", cold.used_bytes, cold.budget_bytes, extra));
   } else tiers.push(make("p", { class: "tier" }, "The SSD (cold tier) is off."));
   if (live_budget_bytes !== null) tiers.push(tier("Running requests", "computed", live_bytes, live_budget_bytes, "what they may come to hold"));
