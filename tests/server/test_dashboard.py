@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from driving import some_tokens
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -271,6 +273,49 @@ def test_checkpoints_are_marks_on_blocks_and_no_cells(tmp_path, open_page):
         assert sum("checkpoint after it" in text for text in set(said)) == len(marks)
 
 
+@pytest.mark.parametrize("columns", [1, 7, 40])
+def test_no_two_cells_lie_on_each_other_and_every_chain_reads_onwards(page, columns):
+    chance = random.Random(columns)
+    answer = synthetic(chains=0, length=0)
+    for i in range(2, 300):
+        parent = chance.choice(answer["blocks"])["block"] if chance.random() < 0.9 else "f" * 64
+        answer["blocks"].append({**answer["blocks"][0], "block": f"{i:064x}", "parent": parent})
+    cells = page.evaluate(
+        """async ([answer, columns]) => {
+          const { grow, pack } = await import("/static/chains.js");
+          const { roots } = grow(answer, new Map());
+          const { cells } = pack(roots.get(answer.root), columns);
+          return cells.map(({ node, x, y }) => [node.row.block, x, y]);
+        }""",
+        [answer, columns],
+    )
+    places = {name: (x, y) for name, x, y in cells}
+    assert places.keys() == {block["block"] for block in answer["blocks"]}
+    assert len(set(places.values())) == len(cells) == 299
+    assert all(0 <= x < columns for x, _ in places.values())
+    for block in answer["blocks"]:
+        if block["parent"] in places:
+            (x, y), (before_x, before_y) = places[block["block"]], places[block["parent"]]
+            assert (x, y) == (before_x + 1, before_y) or y > before_y
+
+
+def test_the_server_s_own_root_comes_first_and_each_root_is_told_apart(served, open_page):
+    answer = synthetic(chains=2, length=3)
+    other = {**answer["blocks"][0], "block": "a" * 64, "parent": "e" * 64}
+    answer = {**answer, "blocks": [other, *answer["blocks"]], "total": 8, "roots": {**answer["roots"], "e" * 64: None}}
+    page = open_page(served.url)
+    page.route("**/v1/cache/blocks", lambda route: route.fulfill(json=answer))
+    page.goto(served.url)
+    wait_for_cells(page)
+    expect(page.locator("#map-text")).to_have_text("8 blocks in 3 chains, which part at 1 place, of 2 roots.")
+    page.focus("#map")
+    expect(page.locator("#voice")).to_contain_text("name 000000000000")
+    for _ in range(4):
+        page.keyboard.press("ArrowDown")
+    expect(page.locator("#voice")).to_contain_text("name aaaaaaaaaaaa")
+    assert len(grid(page.evaluate(ISLANDS))) == 3, "two rows of the own root and one of the other"
+
+
 def test_twenty_thousand_blocks_are_drawn_without_an_element_each(served, open_page):
     answer = json.dumps(synthetic(chains=133, length=150))
     page = open_page(served.url)
@@ -435,6 +480,18 @@ def test_each_path_is_asked_at_most_once_a_second_and_not_while_the_tab_is_hidde
     page.evaluate(hide % "false" + "document.dispatchEvent(new Event('visibilitychange'))")
     page.wait_for_timeout(500)
     assert page.asked
+
+
+def test_a_browser_runs_nothing_but_the_package_s_own_files_and_asks_whether_they_changed(served):
+    page = httpx.get(served.url)
+    assert page.headers["content-security-policy"].startswith("default-src 'self';")
+    assert "unsafe" not in page.headers["content-security-policy"]
+    assert page.headers["cache-control"] == "no-cache"
+    script = httpx.get(served.url + "/static/app.js")
+    assert script.headers["content-type"].startswith("text/javascript")
+    assert script.headers["cache-control"] == "no-cache"
+    again = httpx.get(served.url + "/static/app.js", headers={"if-none-match": script.headers["etag"]})
+    assert again.status_code == 304
 
 
 # for everybody

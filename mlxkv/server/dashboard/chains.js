@@ -87,7 +87,7 @@ export function pack(firsts, columns) {
       if (y < best.y) best = { x, y };
     }
     const end = Math.min(best.x + tree.width + TREE_GAP, columns);
-    filled.fill(best.y + tree.rows + ROW_GAP, best.x, end);
+    for (let i = best.x; i < end; i++) filled[i] = Math.max(filled[i], best.y + tree.rows + ROW_GAP);
     for (const cell of tree.cells) cells.push({ node: cell.node, x: best.x + cell.x, y: best.y + cell.y });
   }
   return { cells, rows: Math.max(0, ...filled) };
