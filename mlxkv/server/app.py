@@ -25,7 +25,7 @@ from mlxkv.engine.engine import Engine, EngineStoppedError
 from mlxkv.engine.request import Finished, Piece, Started, TokenLogprob
 from mlxkv.engine.request import Request as EngineRequest
 from mlxkv.server import anthropic, openai
-from mlxkv.server.blocks import cold_use, held_blocks, hot_use
+from mlxkv.server.blocks import cold_use, held_blocks, hot_blocks, hot_use
 from mlxkv.server.call import Call, ClientGoneError, EventStream
 from mlxkv.server.errors import RETRY_AFTER_S, RequestError, describe, error_body, from_validation
 from mlxkv.server.guard import SALT, BodyError, Guard
@@ -38,6 +38,9 @@ MOST_LISTED_BLOCKS = 20_000
 _DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
 _CLIENT_GONE = 499
+_POLICY = "default-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+_NOT_STALE = {"cache-control": "no-cache"}
+"""A browser asks each time whether a file is still the same: page and scripts are then of one version."""
 
 logger = logging.getLogger("mlxkv")
 B = TypeVar("B", bound=BaseModel)
@@ -66,7 +69,7 @@ def create_app(engine: Engine, settings: Settings, metrics: Metrics) -> Guard:
     get("/metrics", response_class=Response)(routes.metrics_page)
     if DASHBOARD.is_dir():
         get("/", include_in_schema=False)(routes.dashboard)
-        app.mount("/static", StaticFiles(directory=DASHBOARD), name="static")
+        app.mount("/static", _Static(directory=DASHBOARD), name="static")
     app.add_exception_handler(Exception, _failed)
     app.add_exception_handler(HTTPException, _http_failed)
     for known in (RequestError, BodyError, ValidationError, EngineStoppedError):
@@ -296,6 +299,7 @@ class _Routes:
             {
                 "model": engine.model.name,
                 "version": version("mlxkv"),
+                "ready": engine.alive,
                 "uncached": engine.cache.uncached,
                 "block_bytes": layout.block_bytes,
                 "checkpoint_bytes": layout.checkpoint_bytes,
@@ -320,10 +324,13 @@ class _Routes:
         )
 
     async def blocks(self, limit: int = MOST_LISTED_BLOCKS) -> JSONResponse:
-        """The blocks and checkpoints that the tiers hold, the hot ones first."""
-        most = max(0, min(limit, MOST_LISTED_BLOCKS))
-        found = await to_thread.run_sync(lambda: self._engine.call(lambda: held_blocks(self._engine.cache, most)))
-        return JSONResponse(found)
+        """The blocks and checkpoints that the tiers hold, the last used first."""
+        return await to_thread.run_sync(self._blocks, max(0, min(limit, MOST_LISTED_BLOCKS)))
+
+    def _blocks(self, most: int) -> JSONResponse:
+        cache = self._engine.cache
+        hot, root = self._engine.call(lambda: (hot_blocks(cache.store), cache.root()))
+        return JSONResponse({**held_blocks(cache.store, hot, most), "root": root.hex()})
 
     async def requests(self) -> JSONResponse:
         """What runs now, and the last requests with their lines, newest first."""
@@ -352,8 +359,7 @@ class _Routes:
 
     async def dashboard(self) -> FileResponse:
         """The dashboard."""
-        policy = "default-src 'self'; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
-        return FileResponse(DASHBOARD / "index.html", headers={"content-security-policy": policy})
+        return FileResponse(DASHBOARD / "index.html", headers={"content-security-policy": _POLICY, **_NOT_STALE})
 
     async def _collect(self, request: Request, call: Call, choices: Sequence[_Choice]) -> list[Finished]:
         finished: dict[int, Finished] = {}
@@ -382,6 +388,13 @@ class _Routes:
                 yield anthropic.frame("error", error=told["error"])
             else:
                 yield _data(told)
+
+
+class _Static(StaticFiles):
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_NOT_STALE)
+        return response
 
 
 class _Choice:
