@@ -29,7 +29,7 @@ def processors_for(tokenizer: Any, schema: dict[str, Any] | None, vocabulary: in
         raise UsageError(f"llguidance is not installed; {_FIX}") from None
     tokens = _tokens(tokenizer, vocabulary)
     try:
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema or _ANY_OBJECT))
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(_ANY_OBJECT if schema is None else schema))
     except ValueError as error:
         raise UsageError(f"the schema cannot be used ({_first_line(error)}).") from error
     wrong = LLMatcher.validate_grammar(grammar, tokens)
