@@ -445,6 +445,7 @@ class _TextChoice(_Choice):
     def __init__(self, engine: Engine, index: int) -> None:
         super().__init__(engine, index)
         self._text = ""
+        self._told_characters = 0
 
     def take(self, event: object) -> list[tuple[str, list[TokenLogprob]]]:
         """The text of an event and its log-probabilities; kept for the whole answer as well."""
@@ -459,14 +460,16 @@ class _TextChoice(_Choice):
         return [(text, told)] if text or told else []
 
     def chunk(self, text: str, logprobs: Sequence[TokenLogprob], *, reason: str | None = None) -> dict[str, Any]:
-        return {"index": self._index, "text": text, "logprobs": self._told(logprobs), "finish_reason": reason}
+        told = self._told(logprobs, self._told_characters)
+        self._told_characters += sum(map(len, told["tokens"])) if told else 0
+        return {"index": self._index, "text": text, "logprobs": told, "finish_reason": reason}
 
     def answer(self) -> dict[str, Any]:
-        logprobs = self._told(self._logprobs)
+        logprobs = self._told(self._logprobs, 0)
         return {"index": self._index, "text": self._text, "logprobs": logprobs, "finish_reason": self.reason}
 
-    def _told(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        return openai.completion_logprobs(self._model, entries) if entries else None
+    def _told(self, entries: Sequence[TokenLogprob], at: int) -> dict[str, Any] | None:
+        return openai.completion_logprobs(self._model, entries, at) if entries else None
 
 
 def _add_blocks(content: anthropic.ContentBlocks, calls: openai.ToolCalls, piece: Piece) -> list[bytes]:

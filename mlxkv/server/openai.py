@@ -316,10 +316,10 @@ def chat_logprob(model: LoadedModel, entry: TokenLogprob) -> dict[str, Any]:
     return {**_logprob(model, entry.token, entry.logprob), "top_logprobs": top}
 
 
-def completion_logprobs(model: LoadedModel, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """`logprobs` of a completion, in its older form."""
+def completion_logprobs(model: LoadedModel, entries: Sequence[TokenLogprob], at: int) -> dict[str, Any]:
+    """`logprobs` of a completion, in its older form; `at` is how many characters came before."""
     texts = [_text(model, entry.token) for entry in entries]
-    offsets, at = [], 0
+    offsets = []
     for text in texts:
         offsets.append(at)
         at += len(text)
