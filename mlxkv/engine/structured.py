@@ -27,7 +27,10 @@ def processors_for(tokenizer: Any, schema: dict[str, Any] | None, vocabulary: in
         from llguidance import LLMatcher
     except ImportError:
         raise UsageError(f"llguidance is not installed; {_FIX}") from None
-    tokens = _tokens(tokenizer, vocabulary)
+    try:
+        tokens = _tokens(tokenizer, vocabulary)
+    except ValueError as error:
+        raise UsageError(f"llguidance cannot read this model's tokenizer ({_first_line(error)}).") from error
     try:
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(_ANY_OBJECT if schema is None else schema))
     except ValueError as error:

@@ -1,13 +1,14 @@
 """Two thousand requests that are wrong: never a 5xx, never silence, and the next one is answered.
 
-Half are drawn by schemathesis from the server's own /openapi.json, half are bytes made by hand; both the same each run.
+Some are drawn by schemathesis from the server's own /openapi.json, which takes its time over each, and most are bytes
+made by hand; both are the same in each run.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import socket
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,8 +23,8 @@ from serving import SOON_S, tiny_model
 
 CHAT, TEXT, MESSAGE, COUNT = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens"
 POSTS = (CHAT, TEXT, MESSAGE, COUNT)
-DRAWN = {GenerationMode.NEGATIVE: 200, GenerationMode.POSITIVE: 50}
-HAND_MADE = 1_000
+DRAWN = {GenerationMode.NEGATIVE: 30, GenerationMode.POSITIVE: 10}
+HAND_MADE = 1_840
 DEADLINE_S = 2.0
 CONTEXT = 64  # so that no reply is long
 
@@ -188,6 +189,13 @@ def exchange(server: Served, sent: bytes, *, complete: bool) -> bytes:
     return found
 
 
+def first_answer(found: bytes) -> tuple[bytes, bytes]:
+    """Head and body of the first answer; what follows a request may be taken for another one."""
+    head, _, text = found.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head.lower())
+    return head, text[: int(length[1])] if length else text
+
+
 def test_bytes_made_by_hand_are_answered(server: Served) -> None:
     rng = random.Random(5)
     statuses: dict[int, int] = {}
@@ -197,7 +205,7 @@ def test_bytes_made_by_hand_are_answered(server: Served) -> None:
         sent, complete = (request(path, bodies(rng, path)), True) if in_body else wires(rng, path)
         answer = exchange(server, sent, complete=complete)
         if complete:
-            head, _, text = answer.partition(b"\r\n\r\n")
+            head, text = first_answer(answer)
             assert head.startswith(b"HTTP/1.1 "), sent[:200]
             status = int(head.split(b" ", 2)[1])
             kind = b"event-stream" in head.lower()
@@ -208,7 +216,7 @@ def test_bytes_made_by_hand_are_answered(server: Served) -> None:
         if number % 50 == 0:
             assert server.post(TEXT, {"prompt": "x", "max_tokens": 1})[0] == 200
     assert statuses[400] > HAND_MADE / 3
-    assert set(statuses) <= {200, 400, 404, 405, 413, 415, 431}
+    assert set(statuses) <= {200, 400, 403, 404, 405, 413, 415, 431}
     assert server.post(TEXT, {"prompt": "x", "max_tokens": 1})[0] == 200
     server.settled()
 
