@@ -591,7 +591,7 @@ class Engine:
         live.asked.emit(
             Finished(
                 reason="cancelled" if cancelled else "stop" if stopped or live.text.stopped else "length",
-                stopped_by_text=live.text.stopped,
+                stopped_by=live.text.stopped_by,
                 prompt_tokens=live.prompt_tokens,
                 cached_tokens=live.sequence.held,
                 output_tokens=len(live.output),

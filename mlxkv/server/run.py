@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -14,6 +15,7 @@ import uvicorn
 from mlxkv.core.errors import UsageError
 from mlxkv.engine.engine import Engine
 from mlxkv.server.app import create_app
+from mlxkv.server.connection import Connection
 from mlxkv.server.metrics import Metrics
 from mlxkv.server.settings import MOST_HEADER_BYTES, Settings
 
@@ -57,9 +59,23 @@ def serve(
     Returns:
         How many blocks did not reach the SSD.
     """
+    server_of(engine, settings, metrics, drain_s=drain_s, on_listening=on_listening).run(sockets=[listening])
+    return engine.close(drain_s=drain_s)
+
+
+def server_of(
+    engine: Engine,
+    settings: Settings,
+    metrics: Metrics,
+    *,
+    drain_s: float,
+    on_listening: Callable[[], None] = lambda: None,
+) -> uvicorn.Server:
+    """The server that `serve` runs; it takes signals where it runs in the main thread."""
+    connection = type("Connection", (Connection,), {"header_deadline_s": settings.read_deadline_s})
     config = uvicorn.Config(
         create_app(engine, settings, metrics),
-        http="h11",
+        http=connection,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -69,8 +85,7 @@ def serve(
         timeout_graceful_shutdown=max(int(drain_s), 1),
         h11_max_incomplete_event_size=MOST_HEADER_BYTES,
     )
-    _Server(config, engine, on_listening).run(sockets=[listening])
-    return engine.close(drain_s=drain_s)
+    return _Server(config, engine, on_listening)
 
 
 class _Server(uvicorn.Server):
@@ -94,6 +109,9 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn's, but a signal that was answered is not raised again at the end: leaving was the answer."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
