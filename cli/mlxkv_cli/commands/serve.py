@@ -79,7 +79,9 @@ def serve(
     no_cold: NoCold = False,
     log: Log = None,
     log_text: LogText = False,
-    tui: Annotated[bool, typer.Option("--tui", help="Show the tiers and requests, as `mlxkv top` does.")] = False,
+    tui: Annotated[
+        bool, typer.Option("--tui", metavar="", help="Show the tiers and requests, as `mlxkv top` does.")
+    ] = False,
 ) -> None:
     """Serve a model whose prompts are never computed twice, to any OpenAI or Anthropic client.
 
