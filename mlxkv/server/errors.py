@@ -71,7 +71,8 @@ def from_validation(error: ValidationError) -> RequestError:
     """
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     top = errors[0]["loc"][:1]
-    first = max((one for one in errors if one["loc"][:1] == top), key=lambda one: len(one["loc"]))
+    of_field = (one for one in errors if one["loc"][:1] == top)
+    first = max(of_field, key=lambda one: (one["type"] == "too_long", len(one["loc"])))
     field = ".".join(str(part) for part in first["loc"] if not _is_tag(part))
     said = first["msg"]
     if first["type"] == "json_invalid":

@@ -22,13 +22,14 @@ from mlxkv.server.settings import MOST_CHOICES, Settings
 
 LEAST_LOGPROB = -9999.0  # what OpenAI writes for "impossible", which JSON has no number for
 MOST_STOPS, MOST_STOP_LENGTH = 16, 1024
+MOST_IDS = 2**21  # more than any context; checking them must not keep others waiting
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Whole = Annotated[int, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
 Texts = Annotated[list[Text], Field(fail_fast=True)]  # one error of a list of millions is enough
-Wholes = Annotated[list[Whole], Field(fail_fast=True)]
+Wholes = Annotated[list[Whole], Field(fail_fast=True, max_length=MOST_IDS)]
 
 
 class Lenient(BaseModel):

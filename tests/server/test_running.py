@@ -59,7 +59,8 @@ def slow_model() -> LoadedModel:
 
 
 def test_a_long_prefill_keeps_its_client_waiting_with_something_to_read(tmp_path: Path) -> None:
-    gaps: dict[str, list[float]] = {path: [] for path in PATHS}
+    paths = [CHAT, MESSAGE]
+    gaps: dict[str, list[float]] = {path: [] for path in paths}
     texts: dict[str, str] = {}
 
     def ask(path: str) -> None:
@@ -78,13 +79,13 @@ def test_a_long_prefill_keeps_its_client_waiting_with_something_to_read(tmp_path
         connection.close()
 
     with served(slow_model, tmp_path) as server:
-        threads = [threading.Thread(target=ask, args=(path,), daemon=True) for path in PATHS]
+        threads = [threading.Thread(target=ask, args=(path,), daemon=True) for path in paths]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(SOON_S)
             assert not thread.is_alive()
-    for path in PATHS:
+    for path in paths:
         assert gaps[path][0] < 1.0, "the headers"
         assert gaps[path][1] < 1.0, "and something after them"
         assert max(gaps[path]) < 5.0
@@ -289,7 +290,7 @@ def stream_of(server: Served, text: str, max_tokens: int) -> http.client.HTTPRes
     body = json.dumps(asking(CHAT, text, max_tokens=max_tokens, stream=True, **ENDLESS))
     connection.request("POST", CHAT, body, {"content-type": "application/json"})
     answer = connection.getresponse()
-    while b"content" not in answer.readline() or answer.readline().strip() != b"":
+    while not re.search(rb'"content":"[^"]', answer.readline()):
         pass
     return answer
 
