@@ -326,15 +326,12 @@ class Engine:
                 self._begin_anew(self.limits)
                 self._batch = self._new_batch(self.opened)
                 self.error = None
-<<<<<<< HEAD
         self._hook.close()
+        self._refuse_rest()
         self._lost = self.cache.close()
 
     def _new_batch(self, opened: Opened) -> DecodeBatch:
         return DecodeBatch(self._hook, opened.cache.layout.bytes_per_token)
-=======
-        self._refuse_rest()
-        self._lost = self.cache.close()
 
     def _refuse_rest(self) -> None:
         """Answer what came too late for a last turn; nothing can come after it."""
@@ -348,7 +345,6 @@ class Engine:
             except BaseException:  # what ends an engine cannot end it twice
                 logger.exception("asked of an engine that has ended")
         self._fail_all(EngineStoppedError("the engine has stopped; send the request again."))
->>>>>>> serving
 
     def _turn(self) -> bool:
         """One turn of the loop; False when it is time to end."""
