@@ -251,7 +251,8 @@ function showRequests(requests) {
   const shown = `${requests.length} ${requests[0]?.request} ${requests[0]?.time}`;
   if (shown === requestsShown) return;
   requestsShown = shown;
-  say("requests-text", requests.length ? `The last ${count(Math.min(requests.length, SHOWN_REQUESTS))}, newest first.` : "No request has ended yet.");
+  const ended = Math.min(requests.length, SHOWN_REQUESTS);
+  say("requests-text", ended ? `${many(ended, "request")}, newest first.` : "No request has ended yet.");
   at("requests").replaceChildren(...requests.slice(0, SHOWN_REQUESTS).map((one) => {
     const parts = [["hot", one.hot_tokens], ["cold", one.cold_tokens], ["computed", one.computed_tokens]];
     const time = make("time", { datetime: new Date(one.time * 1000).toISOString() }, clock(one.time));
