@@ -290,7 +290,8 @@ function showBlocks(answer) {
   say("map-text", !total
     ? "Nothing is held yet. Send a prompt of more than 64 tokens."
     : `${cut}${many(held, "block")}${marks} in ${many(chains, "chain")}` +
-      `${shared ? `, which part at ${many(shared, "place")}` : ""}${models > 1 ? `, of ${many(models, "root")}` : ""}.`);
+      `${shared ? `, which part at ${many(shared, "place")}` : ""}` +
+      `${models > 1 ? `, of ${many(models, "root")}` : ""}.`);
   showTable();
 }
 
@@ -298,7 +299,8 @@ function showTable() {
   if (!lastAnswer || !at("table-details").open) return;
   const { blocks } = lastAnswer;
   const most = Math.min(blocks.length, TABLE_ROWS);
-  say("table-text", most < blocks.length ? `The ${count(most)} last used of ${count(blocks.length)}.` : `All ${count(most)}, the last used first.`);
+  const cut = `The ${count(most)} last used of ${count(blocks.length)}.`;
+  say("table-text", most < blocks.length ? cut : `All ${count(most)}, the last used first.`);
   at("table").replaceChildren(...blocks.slice(0, most).map((one) => row([
     one.block.slice(0, 12),
     one.parent.slice(0, 12),
