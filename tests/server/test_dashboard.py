@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 ISLANDS = """async () => {
+  document.querySelector("#map").dispatchEvent(new Event("scroll")); // draws it as it is now
   await new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)));
   // Where the canvas has orange or blue: boxes of what hangs together, in canvas pixels.
   const canvas = document.querySelector("#map canvas");
@@ -152,10 +153,10 @@ def wait_for_cells(page: Page) -> None:
 
 
 def wait_for_rest(served: Site, page: Page) -> None:
-    """Until no block was used lately, and the map was drawn since."""
+    """Until no block was used lately: what is drawn from then on has no rings."""
     rest_s = max(block["used"] for block in blocks_of(served)) + JUST_USED_S - time.time()
     if rest_s > 0:
-        page.wait_for_timeout(1000 * (rest_s + 1))
+        page.wait_for_timeout(1000 * rest_s)
 
 
 def blocks_of(served: Site) -> list[dict]:

@@ -19,7 +19,8 @@ const at = (id) => document.getElementById(id);
 let clockOffset_s = 0; // the server's clock minus this one
 const now = () => Date.now() / 1000 + clockOffset_s;
 
-const map = new BlockMap({ box: at("map"), canvas: at("map").querySelector("canvas"), tip: at("tip"), voice: at("voice"), now });
+const box = at("map");
+const map = new BlockMap({ box, canvas: box.querySelector("canvas"), tip: at("tip"), voice: at("voice"), now });
 
 class Refused extends Error {
   constructor(status, message) {
@@ -132,7 +133,7 @@ function failed(error) {
     trouble(`The server answers, but not well: ${error.message}`);
   } else if (error instanceof Gone) {
     say("state-text", "gone");
-    trouble("The server does not answer. What you see is the last it said; this page comes back by itself when it does.");
+    trouble("The server does not answer. What you see is the last it said; this page comes back when the server does.");
   } else throw error;
   return GONE_MS;
 }
@@ -175,7 +176,12 @@ function bar(parts, whole, attributes = {}) {
 }
 
 const meter = (label, value, most, text) => ({
-  role: "meter", "aria-label": label, "aria-valuemin": 0, "aria-valuenow": value, "aria-valuemax": most, "aria-valuetext": text,
+  role: "meter",
+  "aria-label": label,
+  "aria-valuemin": 0,
+  "aria-valuenow": value,
+  "aria-valuemax": most,
+  "aria-valuetext": text,
 });
 
 function showFigures({ model, tokens, requests }) {
@@ -184,10 +190,12 @@ function showFigures({ model, tokens, requests }) {
   const saved = tokens.hot + tokens.cold;
   const all = saved + tokens.computed;
   say("share", percent(saved, all));
-  say("share-text", all ? `${count(saved)} of ${count(all)} prompt tokens were not computed again.` : "No prompt has come yet.");
+  const share = `${count(saved)} of ${count(all)} prompt tokens were not computed again.`;
+  say("share-text", all ? share : "No prompt has come yet.");
   for (const source of ["hot", "cold", "computed"]) say(`tokens-${source}`, count(tokens[source]));
   const waiting = requests.queued ? `, ${count(requests.queued)} waiting` : "";
-  say("running-text", `${requests.running ? count(requests.running) : "None"} of at most ${count(requests.limit)}${waiting}.`);
+  const running = requests.running ? count(requests.running) : "None";
+  say("running-text", `${running} of at most ${count(requests.limit)}${waiting}.`);
 }
 
 let tiersShown = "";
@@ -199,10 +207,13 @@ function showTiers({ hot, cold, checkpoint_bytes, live_bytes, live_budget_bytes,
   const held = (blocks) => (checkpoint_bytes ? `${count(blocks)} blocks and checkpoints` : many(blocks, "block"));
   const tiers = [tier("Memory (hot tier)", "hot", hot.used_bytes, hot.budget_bytes, held(hot.blocks))];
   if (cold) {
-    const extra = cold.offline ? `offline: ${cold.offline}` : `${held(cold.blocks)}, ${bytes(cold.written_today_bytes)} written today`;
+    const written = `${held(cold.blocks)}, ${bytes(cold.written_today_bytes)} written today`;
+    const extra = cold.offline ? `offline: ${cold.offline}` : written;
     tiers.push(tier("SSD (cold tier)", "cold", cold.used_bytes, cold.budget_bytes, extra));
   } else tiers.push(make("p", { class: "tier" }, "The SSD (cold tier) is off."));
-  if (live_budget_bytes !== null) tiers.push(tier("Running requests", "computed", live_bytes, live_budget_bytes, "what they may come to hold"));
+  if (live_budget_bytes !== null) {
+    tiers.push(tier("Running requests", "computed", live_bytes, live_budget_bytes, "what they may come to hold"));
+  }
   const lost = Object.entries(evicted).map(([reason, blocks]) => `${count(blocks)} evicted (${reason})`);
   if (quarantined) lost.push(`${count(quarantined)} damaged and set aside`);
   if (lost.length) tiers.push(make("p", { class: "hint" }, `Since the start: ${lost.join(", ")}.`));
@@ -219,9 +230,8 @@ function showPlot({ history, time }) {
   const { bins, width_s } = plot(at("plot"), history, time);
   const sum = (source) => bins.reduce((total, bin) => total + bin[source], 0);
   const saved = sum("hot") + sum("cold");
-  say("plot-text", bins.length
-    ? `Prompt tokens, ${seconds(width_s)} a bar: ${count(saved)} saved (above the line), ${count(sum("computed"))} computed (below).`
-    : "Nothing yet.");
+  const sums = `${count(saved)} saved (above the line), ${count(sum("computed"))} computed (below)`;
+  say("plot-text", bins.length ? `Prompt tokens, ${seconds(width_s)} a bar: ${sums}.` : "Nothing yet.");
   if (!at("plot-table").closest("details").open) return;
   const cells = (bin) => [clock(bin.time), count(bin.hot), count(bin.cold), count(bin.computed)];
   at("plot-table").replaceChildren(...bins.reverse().map((bin) => row(cells(bin))));
@@ -238,10 +248,13 @@ function showRunning(running) {
       decode: `writing, ${many(output, "token")} so far after a prompt of ${count(prompt)}`,
     };
     const text = phases[one.phase] ?? one.phase;
-    const words = make("p", {}, make("span", {}, make("b", {}, one.request.slice(0, 12)), ` ${text}`), make("span", {}, seconds(now() - one.since)));
+    const name = one.request.slice(0, 12);
+    const since = make("span", {}, seconds(now() - one.since));
+    const words = make("p", {}, make("span", {}, make("b", {}, name), ` ${text}`), since);
     const known = Math.min(done, prompt);
-    const told = { ...meter(`Request ${one.request.slice(0, 12)}`, known, prompt, text), role: "progressbar" };
-    return make("li", {}, words, bar([["hot", Math.min(held, known)], ["computed", Math.max(known - held, 0)]], prompt, told));
+    const told = { ...meter(`Request ${name}`, known, prompt, text), role: "progressbar" };
+    const parts = [["hot", Math.min(held, known)], ["computed", Math.max(known - held, 0)]];
+    return make("li", {}, words, bar(parts, prompt, told));
   }));
 }
 
@@ -251,7 +264,8 @@ function showRequests(requests) {
   const shown = `${requests.length} ${requests[0]?.request} ${requests[0]?.time}`;
   if (shown === requestsShown) return;
   requestsShown = shown;
-  say("requests-text", requests.length ? `The last ${count(Math.min(requests.length, SHOWN_REQUESTS))}, newest first.` : "No request has ended yet.");
+  const ended = Math.min(requests.length, SHOWN_REQUESTS);
+  say("requests-text", ended ? `${many(ended, "request")}, newest first.` : "No request has ended yet.");
   at("requests").replaceChildren(...requests.slice(0, SHOWN_REQUESTS).map((one) => {
     const parts = [["hot", one.hot_tokens], ["cold", one.cold_tokens], ["computed", one.computed_tokens]];
     const time = make("time", { datetime: new Date(one.time * 1000).toISOString() }, clock(one.time));
@@ -276,7 +290,8 @@ function showBlocks(answer) {
   say("map-text", !total
     ? "Nothing is held yet. Send a prompt of more than 64 tokens."
     : `${cut}${many(held, "block")}${marks} in ${many(chains, "chain")}` +
-      `${shared ? `, which part at ${many(shared, "place")}` : ""}${models > 1 ? `, of ${many(models, "root")}` : ""}.`);
+      `${shared ? `, which part at ${many(shared, "place")}` : ""}` +
+      `${models > 1 ? `, of ${many(models, "root")}` : ""}.`);
   showTable();
 }
 
@@ -284,7 +299,8 @@ function showTable() {
   if (!lastAnswer || !at("table-details").open) return;
   const { blocks } = lastAnswer;
   const most = Math.min(blocks.length, TABLE_ROWS);
-  say("table-text", most < blocks.length ? `The ${count(most)} last used of ${count(blocks.length)}.` : `All ${count(most)}, the last used first.`);
+  const cut = `The ${count(most)} last used of ${count(blocks.length)}.`;
+  say("table-text", most < blocks.length ? cut : `All ${count(most)}, the last used first.`);
   at("table").replaceChildren(...blocks.slice(0, most).map((one) => row([
     one.block.slice(0, 12),
     one.parent.slice(0, 12),

@@ -351,8 +351,9 @@ export class BlockMap {
     this.tip.replaceChildren(...lines);
     const { box, tip } = this;
     const below = chosen.top - box.scrollTop + this.pitch + 6;
-    const fits = below + tip.offsetHeight < box.clientHeight + 60;
-    tip.style.top = `${box.offsetTop + (fits ? below : chosen.top - box.scrollTop - tip.offsetHeight - 8)}px`;
+    const above = chosen.top - box.scrollTop - tip.offsetHeight - 8;
+    const goesAbove = above >= 0 && below + tip.offsetHeight > box.clientHeight;
+    tip.style.top = `${box.offsetTop + (goesAbove ? above : below)}px`;
     tip.style.left = `${box.offsetLeft + Math.max(Math.min(chosen.left, box.clientWidth - tip.offsetWidth - 4), 0)}px`;
   }
 }

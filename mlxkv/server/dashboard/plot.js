@@ -42,7 +42,9 @@ export function plot(svg, history, now) {
     if (bin.computed) bar("computed", bin.computed * scale, zero);
   }
   parts.push(element("line", { class: "axis", x1: LEFT, x2: width, y1: zero, y2: zero }));
-  const label = (text, y, anchor = "end", x = LEFT - 6) => parts.push(element("text", { x, y, "text-anchor": anchor }, text));
+  const label = (text, y, anchor = "end", x = LEFT - 6) => {
+    parts.push(element("text", { x, y, "text-anchor": anchor }, text));
+  };
   if (up) label(count(up), TOP + 10);
   label("0", zero + 4 + (up && zero < TOP + 24 ? 12 : 0));
   if (down && HEIGHT - BOTTOM - zero > 22) label(count(down), HEIGHT - BOTTOM);
