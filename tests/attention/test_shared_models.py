@@ -149,6 +149,16 @@ def test_six_sequences_in_two_groups_are_each_as_if_alone(architecture):
         assert play.steps >= (10 if architecture in LONGER else 1)
 
 
+def test_a_served_model_may_have_windows_too():
+    windows = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32}
+    module = build(CONFIGS["llama"] | windows)
+    with Dispatch(module) as hook:
+        assert hook.served
+        play = Play(module, hook, seed=3, mixed=True)
+        play.run(32)
+        assert play.steps >= 10
+
+
 def test_the_demo_model_too():
     try:
         find_demo_gguf()
