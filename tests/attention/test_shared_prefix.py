@@ -173,13 +173,15 @@ def test_a_sequence_that_somebody_joins_keeps_its_prefix_for_some_steps():
     cache = sequence(300)
     grow(cache, LONE_STEPS + 5)
     assert cache.alone
-    cache.branch(0, 256)
+    joining = cache.branch(0, 256)
     grow(cache, LONE_STEPS)
     assert (cache.alone, cache.prefix_tokens(0)) == (False, 256)
     grow(cache, 1)
     assert (cache.alone, cache.tokens(0)) == (True, 300 + 2 * LONE_STEPS + 6)
-    again = cache.branch(0, 256)
-    assert again._table.prefixes == cache._table.prefixes
+    cache.branch(0, 256)
+    joining.update_and_fetch(*pair(3))
+    cache.extend(joining)
+    assert len(cache._table.prefixes) == 1  # it is the same prefix again
     cache.check_integrity()
 
 
