@@ -179,15 +179,16 @@ def figures_of(
 
 def ragged(hook: Dispatch, whole: list[Any]) -> Figure:
     """KV of sequences that share nothing, one of them forty times as long as the others."""
-    batch = hook.begin([cut(cache, min(RAGGED[0], cache.offset)) for cache in whole])
+    longest = min(RAGGED[0], whole[0].offset)
+    batch = hook.begin([cut(cache, longest) for cache in whole])
     for length in RAGGED[1:]:
         extend(batch, hook.begin([cut(cache, length) for cache in whole]))
     own = sum(batch[0].tokens(row) for row in range(len(RAGGED)))
     exact = sum(cache.keys[..., :1, :].nbytes + cache.values[..., :1, :].nbytes for cache in whole) * own
     held = sum(cache.nbytes for cache in batch)
-    padded = exact / own * len(RAGGED) * RAGGED[0]
+    padded = exact / own * len(RAGGED) * longest
     return Figure(
-        "one of 4,000 tokens beside seven of 100: KV", held / exact, "of own",
+        f"one of {longest:,} tokens beside seven of 100: KV", held / exact, "of own",
         f"{format_bytes(held)}; padded to the longest {format_bytes(int(padded))}", most=1.15,
     )  # fmt: skip
 

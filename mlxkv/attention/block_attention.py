@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxkv.attention.partial import Partial, finish, finite, nothing, power_of_2, scores_base2
+from mlxkv.attention.partial import Partial, finish, nothing, power_of_2, scores_base2
 from mlxkv.attention.shapes import default_scale
 from mlxkv.core.errors import UsageError
 
@@ -148,7 +148,7 @@ def block_partial(
         [_by_part(mx.max(s, axis=-1, keepdims=True), b.users) for s, b in zip(scores, plan.batches, strict=True)]
     )
     peak = _row_peaks(peaks, plan)
-    bases = (finite(peak) if plan.has_empty else peak)[plan.owner]  # [parts, Hkv, G * L, 1]
+    bases = peak[plan.owner]  # [parts, Hkv, G * L, 1]; a sequence with blocks sees a key
     totals, outs, done = [], [], 0
     for score, each in zip(scores, plan.batches, strict=True):
         count = score.shape[0] * each.users

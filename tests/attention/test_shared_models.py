@@ -17,12 +17,14 @@ from kinds import CONFIGS, build
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv.attention.dispatch import SERVED, Dispatch
-from mlxkv.attention.shared_prefix import Batch, branch, extend
+from mlxkv.attention.shared_prefix import Batch, SharedPrefixCache, branch, extend
 from mlxkv.core.errors import ModelNotFoundError
 from mlxkv.models.gguf import find_demo_gguf
 
 LONGER = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "qwen3_moe", "smollm3", "olmo2")
 WITHOUT_HOOK = ("gemma2", "deepseek_v3", "deepseek_v2")
+MIXED = ("gemma3_text", "gpt_oss", "qwen3_next", "lfm2")
+"""Windows, sinks and states in some layers: those stay mlx-lm's, the rest shares."""
 CHANGES = {
     "gemma2": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
     "starcoder2": {"vocab_size": 128},
@@ -49,7 +51,8 @@ def run_alone(module, sequence: Sequence, tokens: list[int]) -> np.ndarray:
 class Play:
     """Two groups of three sequences over one model; checks every row's logits against the sequence alone."""
 
-    def __init__(self, module, hook: Dispatch, seed: int) -> None:
+    def __init__(self, module, hook: Dispatch, seed: int, *, mixed: bool = False) -> None:
+        self.mixed = mixed
         self.module, self.hook, self.random = module, hook, random.Random(seed)
         size = 100
         self.prefixes = [[self.random.randrange(size) for _ in range(n)] for n in (150, 64)]
@@ -88,10 +91,10 @@ class Play:
         """Begin the sequence's caches; returns the tokens that are left to compute."""
         prefix = self.prefixes[group]
         mates = [i for i, other in enumerate(self.running) if other.prompt[: len(prefix)] == prefix]
-        if group == 1 and mates:  # cut out of a sequence that is already running
+        if group == 1 and mates and not self.mixed:  # cut out of a sequence that is already running
             self.joining = branch(self.batch, mates[0], len(prefix))
             return sequence.prompt[len(prefix) :]
-        if group == 1:
+        if group == 1 and not self.mixed:
             self.joining = self.hook.begin(make_prompt_cache(self.module))
             return sequence.prompt
         if group not in self.holders:  # computed once before anybody runs
@@ -132,17 +135,28 @@ class Play:
             elif self.running:
                 self.step()
             for cache in self.batch or []:
-                cache.check_integrity()
+                if isinstance(cache, SharedPrefixCache):
+                    cache.check_integrity()
 
 
-@pytest.mark.parametrize("architecture", [*SERVED, *WITHOUT_HOOK])
+@pytest.mark.parametrize("architecture", [*SERVED, *WITHOUT_HOOK, *MIXED])
 def test_six_sequences_in_two_groups_are_each_as_if_alone(architecture):
     module = build(CONFIGS[architecture] | CHANGES.get(architecture, {}))
     with Dispatch(module) as hook:
         assert hook.served == (architecture in SERVED)
-        play = Play(module, hook, seed=len(architecture))
+        play = Play(module, hook, seed=len(architecture), mixed=architecture in MIXED)
         play.run(32 if architecture in LONGER else 4, first=3 if architecture in LONGER else 2)
         assert play.steps >= (10 if architecture in LONGER else 1)
+
+
+def test_a_served_model_may_have_windows_too():
+    windows = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32}
+    module = build(CONFIGS["llama"] | windows)
+    with Dispatch(module) as hook:
+        assert hook.served
+        play = Play(module, hook, seed=3, mixed=True)
+        play.run(32)
+        assert play.steps >= 10
 
 
 def test_the_demo_model_too():
