@@ -320,6 +320,7 @@ class Engine:
                 self.error = None
         self._refuse_rest()
         self._lost = self.cache.close()
+        mx.clear_streams()  # or MLX may abort the process at its end: "terminate called without an active exception"
 
     def _refuse_rest(self) -> None:
         """Answer what came too late for a last turn; nothing can come after it."""
