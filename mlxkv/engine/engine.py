@@ -329,6 +329,7 @@ class Engine:
         self._hook.close()
         self._refuse_rest()
         self._lost = self.cache.close()
+        mx.clear_streams()  # or MLX may abort the process at its end: "terminate called without an active exception"
 
     def _new_batch(self, opened: Opened) -> DecodeBatch:
         return DecodeBatch(self._hook, opened.cache.layout.bytes_per_token)

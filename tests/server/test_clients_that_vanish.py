@@ -117,4 +117,5 @@ def test_a_client_that_gave_up_finds_its_work_on_the_next_try(tmp_path: Path) ->
             wait_until(lambda: any(one.done_tokens >= 256 for one in server.engine.status.running))
         server.settled()
         usage = server.post("/v1/completions", ask)[1]["usage"]
-        assert 256 <= usage["prompt_tokens_details"]["cached_tokens"] <= 2000 - 1
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert 256 <= cached < 1984, "what was computed, and no more was"
