@@ -154,6 +154,9 @@ def figures_of(
     spread = statistics.quantiles(
         [a / b for a, b in zip(found["mlx-lm"].seconds, found["shared"].seconds, strict=True)]
     )
+    cpu = statistics.median(
+        a / b for a, b in zip(found["mlx-lm"].cpu_seconds, found["shared"].cpu_seconds, strict=True)
+    )
     suffix = shared.batch[0].tokens(0) - prefix
     token_bytes = 2 * sum(keys.shape[1] * keys.shape[3] * keys.itemsize for keys in (c.state[0] for c in shared.batch))
     allowed = (prefix + count * (suffix + 256)) * token_bytes
@@ -163,6 +166,7 @@ def figures_of(
         Figure(
             f"{name}: decode rate over mlx-lm's", ratio, "times",
             f"{rates['shared']:.1f} and {rates['mlx-lm']:.1f} tokens/s, quartiles {spread[0]:.2f} to {spread[2]:.2f},"
+            f" by CPU time {cpu:.2f},"
             f" same tokens in {equal} of {count}",
             least=LEAST.get((prefix, count)), samples=samples,
         ),
@@ -175,15 +179,16 @@ def figures_of(
 
 def ragged(hook: Dispatch, whole: list[Any]) -> Figure:
     """KV of sequences that share nothing, one of them forty times as long as the others."""
-    batch = hook.begin([cut(cache, min(RAGGED[0], cache.offset)) for cache in whole])
+    longest = min(RAGGED[0], whole[0].offset)
+    batch = hook.begin([cut(cache, longest) for cache in whole])
     for length in RAGGED[1:]:
         extend(batch, hook.begin([cut(cache, length) for cache in whole]))
     own = sum(batch[0].tokens(row) for row in range(len(RAGGED)))
     exact = sum(cache.keys[..., :1, :].nbytes + cache.values[..., :1, :].nbytes for cache in whole) * own
     held = sum(cache.nbytes for cache in batch)
-    padded = exact / own * len(RAGGED) * RAGGED[0]
+    padded = exact / own * len(RAGGED) * longest
     return Figure(
-        "one of 4,000 tokens beside seven of 100: KV", held / exact, "of own",
+        f"one of {longest:,} tokens beside seven of 100: KV", held / exact, "of own",
         f"{format_bytes(held)}; padded to the longest {format_bytes(int(padded))}", most=1.15,
     )  # fmt: skip
 

@@ -2,7 +2,7 @@
 # Sourced by scripts/demo and scripts/test, after `root` is set: makes .venv, once.
 #
 #   set_up          mlxkv, the demo weights, and on Linux a fast BLAS
-#   set_up dev      the same and the dev group
+#   set_up dev      the same, the dev group, and on Debian the browser that tests of the dashboard run in
 #
 # Everything said here goes to stderr: stdout belongs to what runs afterwards. A stamp in .venv remembers what was
 # installed for which pyproject.toml, so that a second run starts at once.
@@ -71,10 +71,11 @@ apt() {
     DEBIAN_FRONTEND=noninteractive timeout 180 apt-get -qq -o DPkg::Lock::Timeout=30 "$@" </dev/null >/dev/null 2>&1
 }
 
+# debian_install PACKAGE WHAT_FOR
 debian_install() {
     command -v apt-get >/dev/null 2>&1 || return 1
     if [ "$(id -u)" != 0 ]; then
-        say "A fast BLAS needs what only root may install: sudo apt-get install $1"
+        say "$2 needs what only root may install: sudo apt-get install $1"
         return 1
     fi
     say "Installing $1 ..."
@@ -89,7 +90,7 @@ install_blas() {
     *) return 0 ;;
     esac
     [ ! -e /dev/nvidia0 ] && [ ! -e /proc/driver/nvidia ] || return 0
-    loads libgfortran.so.5 || debian_install libopenblas0-pthread || :
+    loads libgfortran.so.5 || debian_install libopenblas0-pthread "A fast BLAS" || :
     if loads libgfortran.so.5; then # the wheel is newer than Debian's and up to six times as fast
         say "Installing OpenBLAS (20 MB) ..."
         pip install --no-deps cmeel-openblas || :
@@ -97,6 +98,13 @@ install_blas() {
     if wants_blas; then
         say "No fast BLAS on this machine: going on without, and long prompts will be slow. mlxkv doctor says more."
     fi
+}
+
+# Without a browser the tests of the dashboard are skipped: nothing in here may end the script.
+install_browser() {
+    [ ! -x /usr/bin/chromium ] && [ -e /etc/debian_version ] || return 0
+    debian_install chromium "The dashboard's tests" || :
+    [ -x /usr/bin/chromium ] || say "No chromium on this machine: the tests of the dashboard will be skipped."
 }
 
 # What the stamp holds: another pyproject.toml, another set-up or another place of the checkout installs again.
@@ -116,6 +124,7 @@ set_up() {
     install_mlxkv
     if [ "${1:-}" = dev ]; then
         install_dev
+        install_browser
     fi
     install_blas
     fingerprint >"$stamp"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 EPS = {mx.float32: 2e-6, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}
 """Rounding that a result may show, relative to what was summed: one unit of a half, twice."""
-WORK = 30_000_000
+WORK = 15_000_000
 """Products a drawn case may need; MLX's own BLAS does a thousand million a second."""
 
 

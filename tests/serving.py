@@ -60,7 +60,7 @@ class Asked:
         while reply.end is None:
             event = self.events.get(timeout=SOON_S)
             if isinstance(event, Piece):
-                reply.segments += [tuple(segment) for segment in event.segments]
+                reply.segments += [(segment.kind, segment.text) for segment in event.segments]
                 if event.token is not None:
                     reply.tokens.append(event.token)
                 if event.logprob is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxkv.attention.partial import Partial, finish, finite, nothing, power_of_2, scores_base2
+from mlxkv.attention.partial import Partial, finish, nothing, power_of_2, scores_base2
 from mlxkv.attention.shapes import default_scale
 from mlxkv.core.errors import UsageError
 
@@ -27,14 +27,14 @@ class _Batch:
     Attributes:
         blocks: a slice of the pool, or [n] indices.
         rows: [n * users] the sequences of each block; None when they are all of them in order.
-        last: [n, 1, users, 1, 1] how far the first query sees into the block, -1 for nothing; None when every query
+        hidden: [n, 1, users, 1, L, 64] float32, -inf where a query does not see a key, else 0; None when every query
             sees all of every block.
     """
 
     users: int
     blocks: slice | mx.array
     rows: mx.array | None
-    last: mx.array | None
+    hidden: mx.array | None
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,12 @@ class BlockPlan:
         uses: [B, most blocks of a sequence] which of the parts are its own, the last one repeated; None without blocks.
         share: [B, parts] 1 where the part is the sequence's.
         owner: [parts] the sequence of each part.
+        has_empty: whether some sequence has no blocks.
     """
 
     sequences: int
     queries: int
+    has_empty: bool
     batches: tuple[_Batch, ...]
     uses: mx.array | None
     share: mx.array | None
@@ -89,10 +91,10 @@ def plan_blocks(tables: Sequence[Sequence[int]], lengths: Sequence[int], *, quer
     for count, blocks in sorted(by_count.items()):
         rows = [row for block in blocks for row, _ in users[block]]
         last = [seen for block in blocks for _, seen in users[block]]
-        batches.append(_batch(count, blocks, rows, last, len(tables)))
+        batches.append(_batch(count, blocks, rows, last, len(tables), queries))
         owner += rows
     if not owner:
-        return BlockPlan(len(tables), queries, (), None, None, None)
+        return BlockPlan(len(tables), queries, True, (), None, None, None)
     parts: list[list[int]] = [[] for _ in tables]
     for part, row in enumerate(owner):
         parts[row].append(part)
@@ -101,7 +103,7 @@ def plan_blocks(tables: Sequence[Sequence[int]], lengths: Sequence[int], *, quer
     uses = [own + [own[-1] if own else empty] * (most - len(own)) for own in parts]
     owners = mx.array(owner)
     share = (mx.arange(len(tables))[:, None] == owners).astype(mx.float32)
-    return BlockPlan(len(tables), queries, tuple(batches), mx.array(uses), share, owners)
+    return BlockPlan(len(tables), queries, not all(parts), tuple(batches), mx.array(uses), share, owners)
 
 
 def block_attention(
@@ -146,7 +148,7 @@ def block_partial(
         [_by_part(mx.max(s, axis=-1, keepdims=True), b.users) for s, b in zip(scores, plan.batches, strict=True)]
     )
     peak = _row_peaks(peaks, plan)
-    bases = finite(peak)[plan.owner]  # [parts, Hkv, G * L, 1]
+    bases = peak[plan.owner]  # [parts, Hkv, G * L, 1]; a sequence with blocks sees a key
     totals, outs, done = [], [], 0
     for score, each in zip(scores, plan.batches, strict=True):
         count = score.shape[0] * each.users
@@ -160,13 +162,18 @@ def block_partial(
     return Partial(out.reshape(shape), (peak * math.log(2)).reshape(shape), total.reshape(shape))
 
 
-def _batch(users: int, blocks: list[int], rows: list[int], last: list[int], sequences: int) -> _Batch:
+def _batch(users: int, blocks: list[int], rows: list[int], last: list[int], sequences: int, queries: int) -> _Batch:
+    """`last` says how far the first query of each block's sequences sees into it; below 0 is not at all."""
     neighbours = blocks == list(range(blocks[0], blocks[0] + len(blocks)))
+    hidden = None
+    if min(last) < BLOCK_TOKENS - 1:
+        ends = mx.array(last).reshape(len(blocks), 1, users, 1, 1, 1) + mx.arange(queries)[:, None]
+        hidden = mx.where(mx.arange(BLOCK_TOKENS) <= ends, mx.array(0.0), mx.array(-mx.inf))
     return _Batch(
         users,
         slice(blocks[0], blocks[0] + len(blocks)) if neighbours else mx.array(blocks),
         None if rows == list(range(sequences)) else mx.array(rows),
-        None if min(last) >= BLOCK_TOKENS - 1 else mx.array(last).reshape(len(blocks), 1, users, 1, 1),
+        hidden,
     )
 
 
@@ -175,18 +182,17 @@ def _scores(grouped: mx.array, keys: mx.array, batch: _Batch, length: int, scale
     _, kv_heads, folded, _ = grouped.shape
     chosen = grouped if batch.rows is None else grouped[batch.rows]
     scores = scores_base2(_by_block(chosen, batch.users), keys[batch.blocks], scale)
-    if batch.last is None:
+    if batch.hidden is None:
         return scores
     split = scores.reshape(-1, kv_heads, batch.users, folded // length, length, BLOCK_TOKENS)
-    last = batch.last[..., None] + mx.arange(length)[:, None]
-    seen = mx.arange(BLOCK_TOKENS) <= last
-    return mx.where(seen, split, mx.array(-mx.inf)).reshape(scores.shape)
+    return (split + batch.hidden).reshape(scores.shape)
 
 
 def _row_peaks(peaks: mx.array, plan: BlockPlan) -> mx.array:
     """The largest of each sequence's parts, [B, Hkv, G * L, 1]; -inf for a sequence without blocks."""
-    padded = mx.concatenate([peaks, mx.full((1, *peaks.shape[1:]), -mx.inf)])
-    return mx.max(padded[plan.uses], axis=1)
+    if plan.has_empty:
+        peaks = mx.concatenate([peaks, mx.full((1, *peaks.shape[1:]), -mx.inf)])
+    return mx.max(peaks[plan.uses], axis=1)
 
 
 def _by_block(parts: mx.array, users: int) -> mx.array:

@@ -2,8 +2,8 @@
 
 mlx-lm's models call `cache.update_and_fetch` and then `scaled_dot_product_attention(q, k, v, cache=...)` by a name that
 each model file imports from `mlx_lm.models.base`. `Dispatch` replaces that name in the files a model's layers come
-from. A model of another architecture (latents, sinks, attention written out) runs too, without the hook: the cache then
-puts each row's keys together for one layer's step, and mlx-lm's own attention follows.
+from. A model of another architecture (latents, windows, sinks, attention written out) runs too, without the hook: the
+cache then puts each row's keys together for one layer's step, and mlx-lm's own attention follows.
 """
 
 from __future__ import annotations

@@ -24,6 +24,9 @@ from mlxkv.attention.masks import Mask, apply_mask
 from mlxkv.attention.shapes import check_sinks, default_scale, head_groups
 from mlxkv.core.errors import UsageError
 
+_LEAST_PEAK = mx.finfo(mx.float32).min
+_LEAST_TOTAL = 1e-30  # below any total of a part that has a key: its largest score alone counts 1
+
 
 class Partial(NamedTuple):
     """Attention over a set of keys, before it is divided.
@@ -137,13 +140,12 @@ def merge(*parts: Partial) -> Partial:
 
 def finish(part: Partial, dtype: mx.Dtype = mx.float32) -> mx.array:
     """out / total: the attention [B, Hq, L, Dv] once every part is merged. Queries that saw no key get zeros."""
-    total = mx.where(part.total == 0, mx.ones_like(part.total), part.total)
-    return (part.out / total).astype(dtype)
+    return (part.out / mx.maximum(part.total, _LEAST_TOTAL)).astype(dtype)
 
 
 def scores_base2(queries: mx.array, keys: mx.array, scale: float) -> mx.array:
     """float32 scale * q k^T * log2 e, for queries [..., L, D] and keys [..., S, D] of as many heads."""
-    scores = (queries * mx.array(scale * math.log2(math.e), queries.dtype)) @ keys.swapaxes(-1, -2)
+    scores = (queries * (scale * math.log2(math.e))) @ keys.swapaxes(-1, -2)
     if scores.dtype == mx.float16:
         most = mx.finfo(mx.float16).max
         return mx.clip(scores.astype(mx.float32), -most, most)
@@ -152,12 +154,12 @@ def scores_base2(queries: mx.array, keys: mx.array, scale: float) -> mx.array:
 
 def power_of_2(x: mx.array) -> mx.array:
     """2^x; 0 for -inf."""
-    return mx.power(mx.array(2.0), x)
+    return mx.power(2.0, x)
 
 
 def finite(peak: mx.array) -> mx.array:
-    """0 for the peak of no keys, so that 2^(-inf - 0) is 0 where 2^(-inf - -inf) would be no number."""
-    return mx.where(peak == -mx.inf, mx.zeros_like(peak), peak)
+    """A number for the peak of no keys, so that 2^(-inf - it) is 0 where 2^(-inf - -inf) would be none."""
+    return mx.maximum(peak, _LEAST_PEAK)
 
 
 def _merge_two(a: Partial, b: Partial) -> Partial:

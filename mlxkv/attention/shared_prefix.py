@@ -23,6 +23,7 @@ takes a branch as the cache of a sequence too):
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +37,14 @@ from mlxkv.core.errors import UsageError
 from mlxkv.core.platform import keep_open_files_limit
 
 with keep_open_files_limit():
-    from mlx_lm.models.cache import KVCache
+    from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 Pair = tuple[mx.array, mx.array]
 
-LONE_STEPS = 4
+_UNSHARED = (RotatingKVCache, ArraysCache)
+"""Caches of mlx-lm's that have a batch form of their own and cannot be cut at any token."""
+
+LONE_STEPS = 16
 """Decode steps after which a batch of one row gets plain arrays: not at once, for others may be about to join."""
 
 
@@ -196,6 +200,11 @@ class SharedPrefixCache:
     def is_trimmable(self) -> bool:
         return False
 
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return len(self._table.rows)
+
     def tokens(self, row: int) -> int:
         """Tokens of a row, prefix included."""
         return int(self._alone.offset) if self._alone is not None else self._table.rows[row].tokens
@@ -238,7 +247,9 @@ class SharedPrefixCache:
         if not 0 <= start <= stop <= self.tokens(row):
             raise UsageError(f"row {row} has {self.tokens(row)} tokens; [{start}, {stop}) are not among them.")
         if self._alone is not None:
-            return self._alone.keys[:, :, start:stop], self._alone.values[:, :, start:stop]
+            held = (self._alone.keys, self._alone.values)
+            keys, values = (mx.contiguous(side[:, :, start:stop]) for side in held)  # a view would stay in the way
+            return keys, values
         chosen = self._table.rows[row]
         ahead = chosen.prefix_tokens
         parts: list[Pair] = []
@@ -276,8 +287,10 @@ class SharedPrefixCache:
             wanted = self._alone.offset if prefix_tokens is None else prefix_tokens
             if not 0 < wanted <= self._alone.offset:
                 raise UsageError(f"{wanted} tokens of a row of {self._alone.offset} cannot become a prefix.")
-            tokens = self._alone.offset
-            self._split(self._table.answer(("prefix", tokens, wanted), lambda: Prefix(wanted)), {})
+            held, tokens = self._table.rows[0].prefix, self._alone.offset
+            if held is None or held.tokens != wanted:
+                held = self._table.answer(("prefix", tokens, wanted), lambda: Prefix(wanted))
+            self._split(held, {})
         prefix = self._table.rows[row].prefix
         if prefix is None:
             wanted = 0 if prefix_tokens is None else prefix_tokens
@@ -448,7 +461,7 @@ class SharedPrefixCache:
                 mx.contiguous(side.reshape(side.shape[0], blocks, BLOCK_TOKENS, -1).swapaxes(0, 1)) for side in behind
             )
         del sides
-        self._alone = None
+        self._alone, self._lone = None, 0
         mx.eval(self.state)
 
     def _own(self, row: Row, start: int, stop: int) -> Pair:
@@ -483,31 +496,37 @@ class SharedPrefixCache:
         return _joined(sides[0], axis=0), _joined(sides[1], axis=0)
 
 
-Batch = list[SharedPrefixCache]
-"""One `SharedPrefixCache` a layer."""
+Batch = list[Any]
+"""One cache a layer: a `SharedPrefixCache`, or mlx-lm's own batch cache where the layer keeps a window or a state."""
 
 
 def begin(prompt_cache: Sequence[Any], *, hooked: bool = False, grouped_mask: bool = False) -> Batch:
     """A batch of one sequence, from mlx-lm's caches of it, which are used up.
 
     Args:
-        prompt_cache: a `KVCache` a layer; empty ones begin an empty sequence.
+        prompt_cache: mlx-lm's caches. A layer with a window or a state goes on in mlx-lm's own batch cache and shares
+            nothing.
         hooked: whether a `Dispatch` carries the attention; `Dispatch.begin` says so itself.
         grouped_mask: whether the model's scores are [B, Hkv, Hq / Hkv, L, S] and its masks want that axis too.
 
     Raises:
-        UsageError: a layer keeps a window, a state or quantised keys; names its class.
+        UsageError: no layer keeps a `KVCache`, or one keeps what mlx-lm cannot batch; names its class.
 
-    Cost: nothing is copied.
+    Cost: nothing is copied but windows and states.
     """
-    others = sorted({type(cache).__name__ for cache in prompt_cache if type(cache) is not KVCache})
-    if others or not prompt_cache:
+    others = sorted({type(cache).__name__ for cache in prompt_cache if not isinstance(cache, (KVCache, *_UNSHARED))})
+    if others or not any(isinstance(cache, KVCache) for cache in prompt_cache):
         raise UsageError(
-            f"a prefix can be shared where every layer keeps a KVCache; this one has {', '.join(others) or 'no layer'}."
-            " Run it with mlx-lm's own batch caches."
+            f"a prefix cannot be shared by a model whose layers keep {', '.join(others) or 'no KVCache'}. Run its"
+            " sequences one by one, or with mlx-lm's own batch caches."
         )
     table = Table((Row(None, 0, ()),), 0)
-    return [SharedPrefixCache(table, {}, cache, hooked=hooked, grouped_mask=grouped_mask) for cache in prompt_cache]
+    return [
+        SharedPrefixCache(table, {}, cache, hooked=hooked, grouped_mask=grouped_mask)
+        if isinstance(cache, KVCache)
+        else type(cache).merge([cache])
+        for cache in prompt_cache
+    ]
 
 
 def cache_of(keys: mx.array | Sequence[mx.array], values: mx.array | Sequence[mx.array]) -> KVCache:
@@ -521,8 +540,24 @@ def cache_of(keys: mx.array | Sequence[mx.array], values: mx.array | Sequence[mx
 
 
 def branch(batch: Batch, row: int, prefix_tokens: int | None = None) -> Batch:
-    """`SharedPrefixCache.branch` of every layer."""
-    return [cache.branch(row, prefix_tokens) for cache in batch]
+    """`SharedPrefixCache.branch` of every layer; windows and states are copied.
+
+    Raises:
+        UsageError: as there; or the model has windows or states, which are those of the row's last token only, and the
+            row is not a sequence by itself that ends where the prefix does.
+    """
+    shared = next(cache for cache in batch if isinstance(cache, SharedPrefixCache))
+    if any(not isinstance(cache, SharedPrefixCache) for cache in batch):
+        held = shared.tokens(row)
+        if shared.count > 1 or prefix_tokens not in (None, held):
+            raise UsageError(
+                f"this model has layers with a window or a state, which cannot go back to token {prefix_tokens} of"
+                f" {held}; keep a sequence that ends where the prefix does, and branch from that."
+            )
+    return [
+        cache.branch(row, prefix_tokens) if isinstance(cache, SharedPrefixCache) else copy.deepcopy(cache)
+        for cache in batch
+    ]
 
 
 def extend(batch: Batch, other: Batch) -> None:

@@ -116,6 +116,10 @@ class BlockLog:
         """From now on events of `root` carry the model's name."""
         self._models[root] = model
 
+    def model_of(self, root: BlockName) -> str | None:
+        """The name that `name_root` gave; None when it gave none."""
+        return self._models.get(root)
+
     def write(self, event: BlockEvent | RequestEvent) -> None:
         """Add one line."""
         if self.listener is not None:

@@ -8,6 +8,7 @@ recently used as the leaf was, so a touch or a pin of the deepest block is enoug
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -16,13 +17,17 @@ from mlxkv.cache.names import BlockName
 
 @dataclass(slots=True)
 class Entry:
-    """One held block or tail. `tokens` is packed; `used` counts up with every use in the tier."""
+    """One held block or tail. `tokens` is packed; `used` counts up with every use in the tier.
+
+    `used_at` is the time of that use for people, in seconds since 1970; nothing is decided by it.
+    """
 
     name: BlockName
     parent: BlockName
     tokens: bytes
     nbytes: int
     used: int
+    used_at: float
     hits: int = 0
     pins: int = 0
     children: set[BlockName] = field(default_factory=set)
@@ -66,7 +71,7 @@ class Ledger:
             raise ValueError(f"block {name.hex()[:12]} is already in the ledger")
         siblings = self._first_blocks.setdefault(parent, set()) if first else self._entries[parent].children
         self._clock += 1
-        self._entries[name] = Entry(name, parent, tokens, nbytes, self._clock)
+        self._entries[name] = Entry(name, parent, tokens, nbytes, self._clock, time.time())
         siblings.add(name)
         self.used_bytes += nbytes
         heapq.heappush(self._leaves, (self._clock, name))
@@ -87,6 +92,7 @@ class Ledger:
         else:
             parent.children.discard(name)
             parent.used = max(parent.used, entry.used)
+            parent.used_at = max(parent.used_at, entry.used_at)
             self._offer(parent)
         return entry
 
@@ -95,6 +101,7 @@ class Ledger:
         entry = self._entries[name]
         self._clock += 1
         entry.used = self._clock
+        entry.used_at = time.time()
         self._offer(entry)
 
     def pin(self, name: BlockName) -> None:

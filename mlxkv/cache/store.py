@@ -281,6 +281,11 @@ class BlockStore:
             return self._roots[root][1]
         return self.cold.root_fields(root) if self.cold else None
 
+    def model_of(self, root: BlockName) -> str | None:
+        """The name of the model that a root belongs to; None when neither this process nor the directory says."""
+        fields = self.cold.root_fields(root) if self.cold else None
+        return self.log.model_of(root) or (fields or {}).get("model")
+
     def holds(self, name: BlockName, parent: BlockName, *, first: bool) -> bool:
         """Whether committing this block would change nothing: it is hot, or it cannot be and is on the SSD."""
         if name in self.hot:

@@ -168,6 +168,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting = 0
+        self._ended = False
         self._closing = False
         self._deadline: float | None = None
         self._lost = 0
@@ -239,10 +240,12 @@ class Engine:
         if refused:
             raise BudgetError(refused)
         with self._lock:
+            if self._ended:
+                raise EngineStoppedError("the engine is not running; try again in a moment.")
             if self._waiting >= self.limits.queue:
                 raise QueueFullError(f"{self._waiting} requests are waiting already; try again in a moment.")
             self._waiting += 1
-        self._inbox.put(lambda: self._enqueue(request, emit))
+            self._inbox.put(lambda: self._enqueue(request, emit))
 
     def cancel(self, request_id: str) -> None:
         """End a request within one chunk or step; what it computed stays in the cache."""
@@ -324,10 +327,24 @@ class Engine:
                 self._batch = self._new_batch(self.opened)
                 self.error = None
         self._hook.close()
+        self._refuse_rest()
         self._lost = self.cache.close()
 
     def _new_batch(self, opened: Opened) -> DecodeBatch:
         return DecodeBatch(self._hook, opened.cache.layout.bytes_per_token)
+
+    def _refuse_rest(self) -> None:
+        """Answer what came too late for a last turn; nothing can come after it."""
+        with self._lock:
+            self._ended = True
+        while True:
+            try:
+                self._inbox.get_nowait()()
+            except queue.Empty:
+                break
+            except BaseException:  # what ends an engine cannot end it twice
+                logger.exception("asked of an engine that has ended")
+        self._fail_all(EngineStoppedError("the engine has stopped; send the request again."))
 
     def _turn(self) -> bool:
         """One turn of the loop; False when it is time to end."""
@@ -591,7 +608,7 @@ class Engine:
         live.asked.emit(
             Finished(
                 reason="cancelled" if cancelled else "stop" if stopped or live.text.stopped else "length",
-                stopped_by_text=live.text.stopped,
+                stopped_by=live.text.stopped_by,
                 prompt_tokens=live.prompt_tokens,
                 cached_tokens=live.sequence.held,
                 output_tokens=len(live.output),

@@ -136,10 +136,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Finished:
-    """The end. `reason` is `stop` (a stop token or text), `length`, or `cancelled`."""
+    """The end. `reason` is `stop` (a stop token or text), `length`, or `cancelled`; `stopped_by` is the stop text."""
 
     reason: Literal["stop", "length", "cancelled"]
-    stopped_by_text: bool
+    stopped_by: str | None
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int

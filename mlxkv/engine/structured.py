@@ -27,9 +27,12 @@ def processors_for(tokenizer: Any, schema: dict[str, Any] | None, vocabulary: in
         from llguidance import LLMatcher
     except ImportError:
         raise UsageError(f"llguidance is not installed; {_FIX}") from None
-    tokens = _tokens(tokenizer, vocabulary)
     try:
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema or _ANY_OBJECT))
+        tokens = _tokens(tokenizer, vocabulary)
+    except ValueError as error:
+        raise UsageError(f"llguidance cannot read this model's tokenizer ({_first_line(error)}).") from error
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(_ANY_OBJECT if schema is None else schema))
     except ValueError as error:
         raise UsageError(f"the schema cannot be used ({_first_line(error)}).") from error
     wrong = LLMatcher.validate_grammar(grammar, tokens)

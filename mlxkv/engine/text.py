@@ -19,14 +19,18 @@ _KINDS: dict[str, Kind] = {"reasoning": "reasoning", "tool": "tool"}
 
 
 class Segment(NamedTuple):
-    """A part of a reply; a `tool` segment is the whole text of one call, still to be parsed."""
+    """A part of a reply; a `tool` segment is the whole text of one call, still to be parsed.
+
+    `written` is a call with its markers, as far as they came: what to show of one that cannot be parsed.
+    """
 
     kind: Kind
     text: str
+    written: str = ""
 
 
 class ReplyText:
-    """Owner: the sequence it belongs to. `stopped` once a stop text was complete."""
+    """Owner: the sequence it belongs to. `stopped_by` is the stop text that was complete, None until then."""
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...], *, initial: str | None, tools: bool) -> None:
         """Begin a reply.
@@ -41,10 +45,16 @@ class ReplyText:
         self._pending = ""
         self._call: str | None = None
         self._state: Any = None
-        self.stopped = False
+        self._marks = (tokenizer.tool_call_start or "", tokenizer.tool_call_end or "")
+        self.stopped_by: str | None = None
         if initial is not None:
             known = tokenizer if tools else _without_tools(tokenizer)
             self._state = make_text_state_machine(known).make_state(initial)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text ended the reply."""
+        return self.stopped_by is not None
 
     def add(self, token: int) -> list[Segment]:
         """What became certain with `token`."""
@@ -61,8 +71,7 @@ class ReplyText:
             self._state, rest, name = TextStateMachine.flush(self._state)
             found += self._sorted([(name, rest)])
         if self._call is not None:
-            found.append(Segment("tool", self._call))
-            self._call = None
+            found.append(self._end_call(closed=False))
         if self._pending and not self.stopped:
             found.append(Segment("text", self._pending))
             self._pending = ""
@@ -82,8 +91,7 @@ class ReplyText:
                 self._call = (self._call or "") + text
                 continue
             if self._call is not None:
-                found.append(Segment("tool", self._call))
-                self._call = None
+                found.append(self._end_call(closed=True))
             shown = self._before_stop(text) if kind == "text" else text
             if shown:
                 found.append(Segment(kind, shown))
@@ -91,13 +99,18 @@ class ReplyText:
                 break
         return found
 
+    def _end_call(self, *, closed: bool) -> Segment:
+        text, self._call = self._call or "", None
+        start, end = self._marks
+        return Segment("tool", text, start + text + (end if closed else ""))
+
     def _before_stop(self, more: str) -> str:
         """The text that can no longer be part of a stop text; the earliest stop text ends it."""
         self._pending += more
-        found = [at for text in self._stop if (at := self._pending.find(text)) >= 0]
+        found = [(at, text) for text in self._stop if (at := self._pending.find(text)) >= 0]
         if found:
-            self.stopped = True
-            shown, self._pending = self._pending[: min(found)], ""
+            at, self.stopped_by = min(found)
+            shown, self._pending = self._pending[:at], ""
             return shown
         keep = max((_overlap(self._pending, text) for text in self._stop), default=0)
         cut = len(self._pending) - keep

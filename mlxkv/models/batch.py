@@ -83,7 +83,7 @@ class DecodeBatch:
     @property
     def saved_bytes(self) -> int:
         """What the rows would take more if each had a copy of its own of what they share."""
-        return sum(cache.saved_bytes for cache in self._shared)
+        return sum(int(cache.saved_bytes) for cache in self._shared)
 
     def step(self, module: nn.Module, tokens: mx.array) -> mx.array:
         """One forward pass of one token a row, not evaluated: `[rows]` -> logits `[rows, vocabulary]`."""
@@ -238,7 +238,7 @@ class _SharedRowSource:
         self._row = row
 
     def tokens(self) -> int | None:
-        return self._batch[0].tokens(self._row)
+        return int(self._batch[0].tokens(self._row))
 
     def rows(self, path: str, start: int, stop: int) -> mx.array:
         layer, side, _ = split_path(path)

@@ -12,7 +12,7 @@ from mlxkv.core.errors import UsageError
 from mlxkv.engine.request import Request, Sampling
 from mlxkv.models.loader import LoadedModel
 from mlxkv.server.errors import RequestError
-from mlxkv.server.openai import CacheOptions, Flag, Lenient, Number, Text, Whole, vocabulary
+from mlxkv.server.openai import CacheOptions, Flag, Lenient, Number, Text, Texts, Whole, checked_stops, vocabulary
 from mlxkv.server.prepare import Wish, salt_of
 from mlxkv.server.settings import Settings
 
@@ -39,7 +39,7 @@ class ToolUseBlock(Lenient):
 class ToolResultBlock(Lenient):
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Text | list[TextBlock] | None = None
+    content: Text | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
 
 
 Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
@@ -47,7 +47,7 @@ Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Fi
 
 class AnthropicMessage(Lenient):
     role: Literal["user", "assistant"]
-    content: Text | list[Block]
+    content: Text | Annotated[list[Block], Field(fail_fast=True)]
 
 
 class AnthropicTool(Lenient):
@@ -69,9 +69,9 @@ class CountBody(Lenient):
     """`POST /v1/messages/count_tokens`."""
 
     model: Text | None = None
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    system: Text | list[TextBlock] | None = None
-    tools: list[AnthropicTool] | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
+    system: Text | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[AnthropicTool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
 
@@ -84,7 +84,7 @@ class MessagesBody(CountBody):
     temperature: Number | None = None
     top_p: Number | None = None
     top_k: Whole | None = None
-    stop_sequences: list[Text] | None = None
+    stop_sequences: Texts | None = None
     cache: CacheOptions | None = None
 
 
@@ -95,6 +95,8 @@ def wish_of(body: MessagesBody, settings: Settings, model: LoadedModel, key_salt
         RequestError: names the field.
     """
     cache = body.cache or CacheOptions()
+    if (body.top_k or 0) > vocabulary(model):
+        raise RequestError(f"top_k: goes up to the model's {vocabulary(model):,} tokens.", field="top_k")
     try:
         sampling = Sampling(
             temperature=settings.temperature if body.temperature is None else body.temperature,
@@ -103,11 +105,10 @@ def wish_of(body: MessagesBody, settings: Settings, model: LoadedModel, key_salt
         )
     except UsageError as error:
         raise RequestError(str(error), field=str(error).partition(" ")[0]) from error
-    stop = tuple(text for text in body.stop_sequences or [] if text.strip())
     return Wish(
         max_tokens=body.max_tokens,
         sampling=sampling,
-        stop=stop,
+        stop=checked_stops(body.stop_sequences or [], "stop_sequences"),
         salt=salt_of(key_salt, cache.salt),
         store=cache.store,
         pin_s=cache.pin_s,
@@ -190,7 +191,8 @@ class ContentBlocks:
         kind, field = ("thinking", "thinking") if kind == "reasoning" else ("text", "text")
         frames = []
         if self._open != kind:
-            frames = [*self.close(), self._begin({"type": kind, field: ""})]
+            signed = {"signature": ""} if kind == "thinking" else {}  # clients want one; nothing is signed here
+            frames = [*self.close(), self._begin({"type": kind, field: "", **signed})]
             self._open = kind
         self.content[-1][field] += text
         frames.append(self._delta({"type": f"{kind}_delta", field: text}))

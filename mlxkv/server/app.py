@@ -13,19 +13,22 @@ from typing import Any, TypeVar
 
 from anyio import to_thread
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from mlxkv.blocklog.outline import Outliner, load_key
+from mlxkv.core.errors import MlxkvError
 from mlxkv.engine.engine import Engine, EngineStoppedError
 from mlxkv.engine.request import Finished, Piece, Started, TokenLogprob
 from mlxkv.engine.request import Request as EngineRequest
 from mlxkv.server import anthropic, openai
-from mlxkv.server.blocks import cold_use, held_blocks, hot_use
+from mlxkv.server.blocks import cold_use, held_blocks, hot_blocks, hot_use
 from mlxkv.server.call import Call, ClientGoneError, EventStream
 from mlxkv.server.errors import RETRY_AFTER_S, RequestError, describe, error_body, from_validation
 from mlxkv.server.guard import SALT, BodyError, Guard
@@ -38,6 +41,9 @@ MOST_LISTED_BLOCKS = 20_000
 _DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
 _CLIENT_GONE = 499
+_POLICY = "default-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+_NOT_STALE = {"cache-control": "no-cache"}
+"""A browser asks each time whether a file is still the same: page and scripts are then of one version."""
 
 logger = logging.getLogger("mlxkv")
 B = TypeVar("B", bound=BaseModel)
@@ -66,10 +72,10 @@ def create_app(engine: Engine, settings: Settings, metrics: Metrics) -> Guard:
     get("/metrics", response_class=Response)(routes.metrics_page)
     if DASHBOARD.is_dir():
         get("/", include_in_schema=False)(routes.dashboard)
-        app.mount("/static", StaticFiles(directory=DASHBOARD), name="static")
-    app.add_exception_handler(Exception, _failed)
+        app.mount("/static", _Static(directory=DASHBOARD), name="static")
     app.add_exception_handler(HTTPException, _http_failed)
-    for known in (RequestError, BodyError, ValidationError, EngineStoppedError):
+    app.add_exception_handler(Exception, _failed)  # answered as well, and raised again for the log
+    for known in (MlxkvError, BodyError, ClientGoneError, ClientDisconnect, RequestValidationError):
         app.add_exception_handler(known, _failed)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return Guard(app, settings)
@@ -94,12 +100,12 @@ class _Routes:
         model = self._engine.model
         tools = openai.tools_of(body)
         messages = openai.messages_of(body)
-        wish = openai.chat_wish(body, self._settings, model, request.scope.get(SALT))
+        wish = await to_thread.run_sync(openai.chat_wish, body, self._settings, model, request.scope.get(SALT))
         template = body.chat_template_kwargs or {}
         requests = await to_thread.run_sync(
             chat_requests, model, self._settings, messages, tools, template, wish, self._outliner
         )  # fmt: skip
-        call = Call(self._engine, requests)
+        call = Call(self._engine, requests, self._metrics)
         choices = [
             _ChatChoice(self._engine, i, openai.ToolCalls(model, tools, one_only=body.parallel_tool_calls is False))
             for i in range(len(requests))
@@ -142,7 +148,7 @@ class _Routes:
         wish = openai.completion_wish(body, self._settings, model, request.scope.get(SALT))
         prompts = openai.prompts_of(body, model)
         requests = await to_thread.run_sync(text_requests, model, self._settings, prompts, wish)
-        call = Call(self._engine, requests)
+        call = Call(self._engine, requests, self._metrics)
         choices = [_TextChoice(self._engine, i) for i in range(len(requests))]
         if body.stream:
             return EventStream(call, self._guarded(request, self._text_stream(body, call, choices)))
@@ -216,7 +222,7 @@ class _Routes:
         )  # fmt: skip
         one_only = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
         calls = openai.ToolCalls(model, tools, one_only=one_only)
-        call = Call(self._engine, [one])
+        call = Call(self._engine, [one], self._metrics)
         if body.stream:
             return EventStream(call, self._guarded(request, self._message_stream(one, call, calls)))
         content = anthropic.ContentBlocks()
@@ -232,7 +238,7 @@ class _Routes:
             {
                 **self._message_head(one, held),
                 "content": content.content,
-                "stop_reason": _stop_reason(content, finished),
+                **_stop_reason(content, finished),
                 "usage": anthropic.usage(one, held, output, stores=self._stores),
             }
         )
@@ -257,8 +263,7 @@ class _Routes:
                 for frame in content.close():
                     yield frame
                 told = anthropic.usage(one, event.cached_tokens, event.output_tokens, stores=self._stores)
-                reason = {"stop_reason": _stop_reason(content, event), "stop_sequence": None}
-                yield anthropic.frame("message_delta", delta=reason, usage=told)
+                yield anthropic.frame("message_delta", delta=_stop_reason(content, event), usage=told)
                 yield anthropic.frame("message_stop")
 
     def _message_head(self, one: EngineRequest, held: int) -> dict[str, Any]:
@@ -278,7 +283,8 @@ class _Routes:
         body = await _read(request, anthropic.CountBody)
         self._check_model(body.model)
         messages, tools = anthropic.messages_of(body), anthropic.tools_of(body)
-        tokens = await to_thread.run_sync(count_tokens, self._engine.model, messages, tools)
+        template = anthropic.template_of(body)
+        tokens = await to_thread.run_sync(count_tokens, self._engine.model, messages, tools, template)
         return JSONResponse({"input_tokens": tokens})
 
     @property
@@ -296,6 +302,7 @@ class _Routes:
             {
                 "model": engine.model.name,
                 "version": version("mlxkv"),
+                "ready": engine.alive,
                 "uncached": engine.cache.uncached,
                 "block_bytes": layout.block_bytes,
                 "checkpoint_bytes": layout.checkpoint_bytes,
@@ -320,10 +327,13 @@ class _Routes:
         )
 
     async def blocks(self, limit: int = MOST_LISTED_BLOCKS) -> JSONResponse:
-        """The blocks and checkpoints that the tiers hold, the hot ones first."""
-        most = max(0, min(limit, MOST_LISTED_BLOCKS))
-        found = await to_thread.run_sync(lambda: self._engine.call(lambda: held_blocks(self._engine.cache, most)))
-        return JSONResponse(found)
+        """The blocks and checkpoints that the tiers hold, the last used first."""
+        return await to_thread.run_sync(self._blocks, max(0, min(limit, MOST_LISTED_BLOCKS)))
+
+    def _blocks(self, most: int) -> JSONResponse:
+        cache = self._engine.cache
+        hot, root = self._engine.call(lambda: (hot_blocks(cache.store), cache.root()))
+        return JSONResponse({**held_blocks(cache.store, hot, most), "root": root.hex()})
 
     async def requests(self) -> JSONResponse:
         """What runs now, and the last requests with their lines, newest first."""
@@ -352,8 +362,7 @@ class _Routes:
 
     async def dashboard(self) -> FileResponse:
         """The dashboard."""
-        policy = "default-src 'self'; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
-        return FileResponse(DASHBOARD / "index.html", headers={"content-security-policy": policy})
+        return FileResponse(DASHBOARD / "index.html", headers={"content-security-policy": _POLICY, **_NOT_STALE})
 
     async def _collect(self, request: Request, call: Call, choices: Sequence[_Choice]) -> list[Finished]:
         finished: dict[int, Finished] = {}
@@ -365,13 +374,8 @@ class _Routes:
 
     async def _guarded(self, request: Request, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """An error after the headers becomes an event; it can have no status any more."""
-        last = time.perf_counter()
         try:
             async for frame in frames:
-                now = time.perf_counter()
-                if frame is not _PING:
-                    self._metrics.between_tokens(now - last)
-                last = now
                 yield frame
         except Exception as error:  # whatever ended the request, its client hears of it
             status, message, code, field = describe(error)
@@ -382,6 +386,13 @@ class _Routes:
                 yield anthropic.frame("error", error=told["error"])
             else:
                 yield _data(told)
+
+
+class _Static(StaticFiles):
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_NOT_STALE)
+        return response
 
 
 class _Choice:
@@ -411,15 +422,15 @@ class _ChatChoice(_Choice):
         if not isinstance(event, Piece):
             return []
         deltas: list[dict[str, Any]] = []
-        for kind, text in event.segments:
+        for kind, text, written in event.segments:
             calls = self._calls.parse(text) if kind == "tool" else None
             if calls is not None:
                 self._tool_calls += calls
                 deltas += [{"tool_calls": [call]} for call in calls]
             else:
                 field = "reasoning_content" if kind == "reasoning" else "content"
-                self._texts[field] += text
-                deltas.append({field: text})
+                self._texts[field] += written or text
+                deltas.append({field: written or text})
         told = [] if event.logprob is None else [event.logprob]
         self._logprobs += told
         if told and not deltas:
@@ -451,6 +462,7 @@ class _TextChoice(_Choice):
     def __init__(self, engine: Engine, index: int) -> None:
         super().__init__(engine, index)
         self._text = ""
+        self._told_characters = 0
 
     def take(self, event: object) -> list[tuple[str, list[TokenLogprob]]]:
         """The text of an event and its log-probabilities; kept for the whole answer as well."""
@@ -465,31 +477,37 @@ class _TextChoice(_Choice):
         return [(text, told)] if text or told else []
 
     def chunk(self, text: str, logprobs: Sequence[TokenLogprob], *, reason: str | None = None) -> dict[str, Any]:
-        return {"index": self._index, "text": text, "logprobs": self._told(logprobs), "finish_reason": reason}
+        told = self._told(logprobs, self._told_characters)
+        self._told_characters += sum(map(len, told["tokens"])) if told else 0
+        return {"index": self._index, "text": text, "logprobs": told, "finish_reason": reason}
 
     def answer(self) -> dict[str, Any]:
-        logprobs = self._told(self._logprobs)
+        logprobs = self._told(self._logprobs, 0)
         return {"index": self._index, "text": self._text, "logprobs": logprobs, "finish_reason": self.reason}
 
-    def _told(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        return openai.completion_logprobs(self._model, entries) if entries else None
+    def _told(self, entries: Sequence[TokenLogprob], at: int) -> dict[str, Any] | None:
+        return openai.completion_logprobs(self._model, entries, at) if entries else None
 
 
 def _add_blocks(content: anthropic.ContentBlocks, calls: openai.ToolCalls, piece: Piece) -> list[bytes]:
     frames: list[bytes] = []
-    for kind, text in piece.segments:
+    for kind, text, written in piece.segments:
         parsed = calls.parse(text) if kind == "tool" else None
         if parsed is None:
-            frames += content.add(kind, text)
+            frames += content.add(kind, written or text)
         for call in parsed or []:
             frames += content.add_call(call)
     return frames
 
 
-def _stop_reason(content: anthropic.ContentBlocks, finished: Finished) -> str:
-    if content.used_tools and finished.reason == "stop":
-        return "tool_use"
-    return "stop_sequence" if finished.stopped_by_text else anthropic.STOP_REASONS[finished.reason]
+def _stop_reason(content: anthropic.ContentBlocks, finished: Finished) -> dict[str, str | None]:
+    if finished.stopped_by is not None:
+        reason = "stop_sequence"
+    elif content.used_tools and finished.reason == "stop":
+        reason = "tool_use"
+    else:
+        reason = anthropic.STOP_REASONS[finished.reason]
+    return {"stop_reason": reason, "stop_sequence": finished.stopped_by}
 
 
 def _usage_of_prompts(body: openai.CompletionBody, finished: Sequence[Finished]) -> dict[str, Any]:
@@ -513,15 +531,16 @@ async def _read(request: Request, body: type[B]) -> B:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    if isinstance(error, ClientGoneError):
+    if isinstance(error, (ClientGoneError, ClientDisconnect)):
         return Response(status_code=_CLIENT_GONE)
     path = request.url.path
     if isinstance(error, BodyError):
         return JSONResponse(
             error_body(path, error.status, str(error), code=error.code), error.status, {"connection": "close"}
         )
-    if isinstance(error, ValidationError):
-        error = from_validation(error)
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        error = RequestError(f"{first['loc'][-1]}: {first['msg']}.", field=str(first["loc"][-1]))
     status, message, code, field = describe(error)
     if status >= 500 and not isinstance(error, EngineStoppedError):
         logger.error("a request failed", exc_info=error)

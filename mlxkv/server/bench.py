@@ -105,12 +105,13 @@ class Client:
                         first = time.perf_counter()
         except httpx.HTTPError as error:
             raise UsageError(f"no answer from {self.url} ({error}); is the server there?") from error
-        if first is None or usage is None:
-            raise UsageError(f"{self.url} gave no text or no usage; it has to stream and to know stream_options.")
+        ended = time.perf_counter()
+        if usage is None:
+            raise UsageError(f"{self.url} gave no usage; it has to stream and to know stream_options.")
         details = usage.get("prompt_tokens_details") or {}
         return Answer(
-            first - began,
-            time.perf_counter() - began,
+            (ended if first is None else first) - began,  # a reply without text ends with its first token
+            ended - began,
             usage["prompt_tokens"],
             details.get("cached_tokens"),
             usage["completion_tokens"],

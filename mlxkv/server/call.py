@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -12,7 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mlxkv.engine.engine import Engine
-from mlxkv.engine.request import Event, Failed, Finished, Request
+from mlxkv.engine.request import Event, Failed, Finished, Piece, Request
+from mlxkv.server.metrics import Metrics
 from mlxkv.server.settings import FIRST_PING_S, PING_S
 
 
@@ -23,14 +25,16 @@ class ClientGoneError(Exception):
 class Call:
     """Owner: the task of the HTTP request."""
 
-    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
-        """Queue every choice.
+    def __init__(self, engine: Engine, requests: Sequence[Request], metrics: Metrics) -> None:
+        """Queue every choice; `metrics` hears of the time between its tokens.
 
         Raises:
             MlxkvError: the engine takes none of them.
         """
         self.requests = requests
         self._engine = engine
+        self._metrics = metrics
+        self._last_token = [0.0] * len(requests)
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._open: set[int] = set()
@@ -43,6 +47,12 @@ class Call:
             raise
 
     def _emit(self, choice: int, event: Event) -> None:
+        """Take an event on the engine's thread."""
+        if isinstance(event, Piece) and event.token is not None:
+            before, now = self._last_token[choice], time.perf_counter()
+            if before:
+                self._metrics.between_tokens(now - before)
+            self._last_token[choice] = now
         with suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(self._events.put_nowait, (choice, event))
 

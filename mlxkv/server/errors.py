@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mlxkv.core.errors import MlxkvError
+from mlxkv.core.errors import BudgetError, MlxkvError
 from mlxkv.engine.engine import QueueFullError
 
 ANTHROPIC_PATH = "/v1/messages"
@@ -55,6 +55,8 @@ def describe(error: Exception) -> tuple[int, str, str | None, str | None]:
     status = status_of(error)
     if isinstance(error, RequestError):
         return status, str(error), error.code, error.field
+    if isinstance(error, BudgetError):  # it can never fit, so asking again would not help
+        return 400, str(error), "context_length_exceeded", None
     if isinstance(error, QueueFullError):
         return status, str(error), "queue_full", None
     if isinstance(error, MlxkvError):
@@ -63,8 +65,14 @@ def describe(error: Exception) -> tuple[int, str, str | None, str | None]:
 
 
 def from_validation(error: ValidationError) -> RequestError:
-    """The first thing that is wrong, with the field's name; never the value, which may be no JSON."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    """The first thing that is wrong, with the field's name; never the value, which may be no JSON.
+
+    Where a field can have several forms, the form that went furthest is meant: a list of parts with one unknown part.
+    """
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    top = errors[0]["loc"][:1]
+    of_field = (one for one in errors if one["loc"][:1] == top)
+    first = max(of_field, key=lambda one: (one["type"] == "too_long", len(one["loc"])))
     field = ".".join(str(part) for part in first["loc"] if not _is_tag(part))
     said = first["msg"]
     if first["type"] == "json_invalid":

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxkv.server.errors import error_body
-from mlxkv.server.settings import Settings, is_loopback
+from mlxkv.server.settings import MOST_HEADER_BYTES, Settings, is_loopback
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/"})
 """Without a key; the page at `/` is files of the package and asks for the key it needs."""
@@ -42,7 +42,7 @@ class Guard:
         self._hosts = {name.lower() for name in names}
         self._origins = {origin.lower().rstrip("/") for origin in settings.allow_origins}
         self._salts = {
-            key.encode(): hashlib.sha256(b"mlxkv key\0" + key.encode()).hexdigest() for key in settings.api_keys
+            _digest(key): hashlib.sha256(b"mlxkv key\0" + key.encode()).hexdigest() for key in settings.api_keys
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,6 +63,8 @@ class Guard:
 
     def _refuse(self, scope: Scope, origin: str | None) -> Response | None:
         path = scope["path"]
+        if sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > MOST_HEADER_BYTES:
+            return _error(path, 431, f"the headers are larger than {MOST_HEADER_BYTES:,} bytes", "headers_too_large")
         host = _only(scope, b"host")
         found = _HOST.fullmatch(host) if host else None
         if found is None or found[1].lower() not in self._hosts:
@@ -99,13 +101,16 @@ class Guard:
         return origin.lower() == f"{scope.get('scheme', 'http')}://{host.lower()}"
 
     def _salt_of(self, scope: Scope) -> str | None:
-        """The salt of the key that came with a request; every known key is compared, each in constant time."""
+        """The salt of the key that came with a request; every known key is compared, each in constant time.
+
+        Digests are compared, so that a key's length does not show either.
+        """
         bearer = _only(scope, b"authorization") or ""
         scheme, _, value = bearer.partition(" ")
         given = value.strip() if scheme.lower() == "bearer" else _only(scope, b"x-api-key") or ""
-        match = None
-        for key, salt in self._salts.items():
-            if hmac.compare_digest(key, given.encode("utf-8", "replace")):
+        match, digest = None, _digest(given)
+        for known, salt in self._salts.items():
+            if hmac.compare_digest(known, digest):
                 match = salt
         return match
 
@@ -171,6 +176,10 @@ def _only(scope: Scope, name: bytes) -> str | None:
     values: Iterable[bytes] = (value for key, value in scope["headers"] if key == name)
     found = b",".join(values)
     return found.decode("latin-1") if found or any(key == name for key, _ in scope["headers"]) else None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
 
 
 def _bracketed(host: str) -> str:

@@ -22,11 +22,14 @@ from mlxkv.server.settings import MOST_CHOICES, Settings
 
 LEAST_LOGPROB = -9999.0  # what OpenAI writes for "impossible", which JSON has no number for
 MOST_STOPS, MOST_STOP_LENGTH = 16, 1024
+MOST_IDS = 2**21  # more than any context; checking them must not keep others waiting
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Whole = Annotated[int, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
+Texts = Annotated[list[Text], Field(fail_fast=True)]  # one error of a list of millions is enough
+Wholes = Annotated[list[Whole], Field(fail_fast=True, max_length=MOST_IDS)]
 
 
 class Lenient(BaseModel):
@@ -61,7 +64,7 @@ class ToolCall(Lenient):
 
 class Message(Lenient):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Text | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Text | None = None
@@ -109,11 +112,13 @@ class Common(Lenient):
     frequency_penalty: Number | None = None
     logit_bias: dict[str, Number] | None = None
     seed: Whole | None = None
-    stop: Text | list[Text] | None = None
+    stop: Text | Texts | None = None
     n: Annotated[int, Field(strict=True, ge=1, le=MOST_CHOICES)] | None = None
     cache: CacheOptions | None = None
 
     def sampling(self, settings: Settings, vocabulary: int) -> Sampling:
+        if (self.top_k or 0) > vocabulary:
+            raise RequestError(f"top_k: goes up to the model's {vocabulary:,} tokens.", field="top_k")
         try:
             return Sampling(
                 temperature=settings.temperature if self.temperature is None else self.temperature,
@@ -130,14 +135,7 @@ class Common(Lenient):
             raise RequestError(str(error), field=str(error).partition(" ")[0]) from error
 
     def stops(self) -> tuple[str, ...]:
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(given) > MOST_STOPS or any(len(text) > MOST_STOP_LENGTH for text in given):
-            raise RequestError(
-                f"stop: at most {MOST_STOPS} texts of at most {MOST_STOP_LENGTH:,} characters.", field="stop"
-            )
-        if any(not text for text in given):
-            raise RequestError("stop: an empty text would stop every reply at once.", field="stop")
-        return tuple(given)
+        return checked_stops([self.stop] if isinstance(self.stop, str) else self.stop or [], "stop")
 
     @property
     def wants_usage(self) -> bool:
@@ -147,11 +145,11 @@ class Common(Lenient):
 class ChatBody(Common):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Text | dict[str, Any] | None = None
     parallel_tool_calls: Flag | None = None
     response_format: ResponseFormat | None = None
@@ -161,7 +159,7 @@ class ChatBody(Common):
 class CompletionBody(Common):
     """`POST /v1/completions`."""
 
-    prompt: Text | list[Text] | list[Whole] | list[list[Whole]]
+    prompt: Text | Texts | Wholes | Annotated[list[Wholes], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(strict=True, ge=0, le=5)] | None = None
     echo: Flag | None = None
 
@@ -204,6 +202,21 @@ def completion_wish(body: CompletionBody, settings: Settings, model: LoadedModel
         store=cache.store,
         pin_s=cache.pin_s,
     )
+
+
+def checked_stops(given: Sequence[str], field: str) -> tuple[str, ...]:
+    """Stop texts that can be looked for after every token.
+
+    Raises:
+        RequestError: there are too many, one is too long, or one is empty.
+    """
+    if len(given) > MOST_STOPS or any(len(text) > MOST_STOP_LENGTH for text in given):
+        raise RequestError(
+            f"{field}: at most {MOST_STOPS} texts of at most {MOST_STOP_LENGTH:,} characters.", field=field
+        )
+    if not all(given):
+        raise RequestError(f"{field}: an empty text would stop every reply at once.", field=field)
+    return tuple(given)
 
 
 def prompts_of(body: CompletionBody, model: LoadedModel) -> list[str | list[int]]:
@@ -265,7 +278,7 @@ class ToolCalls:
     """Parses the calls of one choice; what cannot be parsed is text, not lost."""
 
     def __init__(self, model: LoadedModel, tools: Sequence[dict[str, Any]] | None, *, one_only: bool) -> None:
-        self._parse = model.tokenizer.tool_parser
+        self._parser = model.tokenizer.tool_parser
         self._tools = list(tools or [])
         self._one_only = one_only
         self.count = 0
@@ -273,26 +286,17 @@ class ToolCalls:
     def parse(self, text: str) -> list[dict[str, Any]] | None:
         """The calls in a segment of kind `tool`: `{index, id, type, function}`; None when it is none."""
         try:
-            parsed = self._parse(text, self._tools)
-            calls = parsed if isinstance(parsed, list) else [parsed]
-            found = []
-            for call in calls:
-                if self._one_only and self.count:
-                    break
-                arguments = call["arguments"]
-                written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-                found.append(
-                    {
-                        "index": self.count,
-                        "id": call.get("id") or f"call_{uuid.uuid4().hex[:24]}",
-                        "type": "function",
-                        "function": {"name": str(call["name"]), "arguments": written},
-                    }
-                )
-                self.count += 1
-        except (ValueError, KeyError, TypeError, AttributeError, SyntaxError, IndexError):  # the model wrote nonsense
-            return None
-        return found
+            parsed = self._parser(text, self._tools)
+            functions = [_function(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
+        except (ValueError, LookupError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError):
+            return None  # the model wrote nonsense; a parser that goes through Python's own gives up in many ways
+        if self._one_only:
+            functions = functions[: 1 - min(self.count, 1)]
+        first, self.count = self.count, self.count + len(functions)
+        return [
+            {"index": index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+            for index, function in enumerate(functions, first)
+        ]
 
 
 def usage(finished: Sequence[Finished]) -> dict[str, Any]:
@@ -313,10 +317,10 @@ def chat_logprob(model: LoadedModel, entry: TokenLogprob) -> dict[str, Any]:
     return {**_logprob(model, entry.token, entry.logprob), "top_logprobs": top}
 
 
-def completion_logprobs(model: LoadedModel, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """`logprobs` of a completion, in its older form."""
+def completion_logprobs(model: LoadedModel, entries: Sequence[TokenLogprob], at: int) -> dict[str, Any]:
+    """`logprobs` of a completion, in its older form; `at` is how many characters came before."""
     texts = [_text(model, entry.token) for entry in entries]
-    offsets, at = [], 0
+    offsets = []
     for text in texts:
         offsets.append(at)
         at += len(text)
@@ -331,6 +335,22 @@ def completion_logprobs(model: LoadedModel, entries: Sequence[TokenLogprob]) -> 
 def envelope(kind: str, prefix: str, model: str) -> dict[str, Any]:
     """What every answer and chunk of one request begins with."""
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def _function(call: Any) -> dict[str, str]:
+    """Name and arguments of a call; arguments are the text of a JSON object.
+
+    Raises:
+        ValueError: they are not, or not to be written as UTF-8. TypeError, LookupError: the call has no such form.
+    """
+    name, arguments = call["name"], call["arguments"]
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise TypeError("a call has a name and an object of arguments")
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    (name + written).encode()
+    return {"name": name, "arguments": written}
 
 
 def _logprob(model: LoadedModel, token: int, value: float) -> dict[str, Any]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from mlxkv.blocklog.outline import Outliner
 from mlxkv.core.errors import UsageError
@@ -18,6 +22,8 @@ from mlxkv.models.loader import LoadedModel
 from mlxkv.server.errors import RequestError
 from mlxkv.server.settings import Settings
 
+RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
+"""What a request may not set as a variable of the template: how it is rendered, and the template itself."""
 _tokenizing = threading.Lock()  # a Hugging Face tokenizer must not be used by two threads at once
 
 
@@ -51,11 +57,9 @@ def chat_requests(
         RequestError: the template refuses it, or it does not fit the context.
     """
     tokenizer = model.tokenizer
+    _check_length(model, sum(len(message["content"]) for message in messages), "messages")
     with _tokenizing:
-        try:
-            prompt = render(tokenizer, messages, tools=tools or (), options=template)
-        except UsageError as error:
-            raise RequestError(str(error), field="messages") from error
+        prompt = _rendered(model, messages, tools, template)
         marks = (system_tokens(tokenizer, messages, prompt, tools=list(tools or ()) or None, **template),)
         initial = initial_state(tokenizer, prompt)
     requests = _requests(model, settings, prompt, wish, marks=marks, initial=initial, tools=bool(tools))
@@ -74,6 +78,7 @@ def text_requests(
     found: list[Request] = []
     for i, given in enumerate(prompts):
         if isinstance(given, str):
+            _check_length(model, len(given), "prompt")
             with _tokenizing:
                 prompt = [int(token) for token in model.tokenizer.encode(given)]
         else:
@@ -81,7 +86,7 @@ def text_requests(
         if not prompt:
             raise RequestError("the prompt has no tokens; give at least one.", field="prompt")
         try:
-            found += _requests(model, settings, prompt, wish)
+            found += _requests(model, settings, prompt, wish, field="prompt")
         except RequestError as error:
             if len(prompts) == 1:
                 raise
@@ -90,14 +95,14 @@ def text_requests(
 
 
 def count_tokens(
-    model: LoadedModel, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    model: LoadedModel,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template: Mapping[str, Any],
 ) -> int:
     """Tokens of a conversation as `chat_requests` would send it."""
     with _tokenizing:
-        try:
-            return len(render(model.tokenizer, messages, tools=tools or ()))
-        except UsageError as error:
-            raise RequestError(str(error), field="messages") from error
+        return len(_rendered(model, messages, tools, template))
 
 
 def salt_of(key_salt: str | None, asked: str | None) -> str:
@@ -116,8 +121,9 @@ def _requests(
     marks: tuple[int, ...] = (),
     initial: str | None = None,
     tools: bool = False,
+    field: str = "messages",
 ) -> list[Request]:
-    room = _room(model, prompt)
+    room = _room(model, prompt, field)
     asked = settings.max_tokens if wish.max_tokens is None else wish.max_tokens
     found = []
     for choice in range(wish.choices):
@@ -141,7 +147,43 @@ def _requests(
     return found
 
 
-def _room(model: LoadedModel, prompt: Sequence[int]) -> int | None:
+def _rendered(
+    model: LoadedModel,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template: Mapping[str, Any],
+) -> list[int]:
+    taken = sorted(RESERVED & template.keys())
+    if taken:
+        raise RequestError(
+            f"chat_template_kwargs: {taken[0]} is no variable of the template; leave it out.",
+            field="chat_template_kwargs",
+        )
+    try:
+        return render(model.tokenizer, messages, tools=tools or (), options=template)
+    except UsageError as error:
+        raise RequestError(str(error), field="messages") from error
+
+
+def _check_length(model: LoadedModel, characters: int, field: str) -> None:
+    """Raise for a text that is too long whatever its tokens are: tokenising megabytes would keep others waiting."""
+    context = model.context_tokens
+    if context is not None and characters > context * longest_token(model.tokenizer):
+        least = -(-characters // longest_token(model.tokenizer))
+        raise RequestError(
+            f"the prompt has at least {least:,} tokens and the model's context is {context:,}; shorten it.",
+            field=field,
+            code="context_length_exceeded",
+        )
+
+
+@lru_cache(maxsize=4)
+def longest_token(tokenizer: Any) -> int:
+    """Characters of the longest token of a tokenizer's vocabulary, as it is spelled there."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def _room(model: LoadedModel, prompt: Sequence[int], field: str) -> int | None:
     """How many tokens a reply may have; None where the model does not state a context."""
     context = model.context_tokens
     if context is None:
@@ -149,7 +191,7 @@ def _room(model: LoadedModel, prompt: Sequence[int]) -> int | None:
     if len(prompt) >= context:
         raise RequestError(
             f"the prompt has {len(prompt):,} tokens and the model's context is {context:,}; shorten it.",
-            field="messages",
+            field=field,
             code="context_length_exceeded",
         )
     return context - len(prompt)

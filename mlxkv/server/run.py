@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -14,6 +15,7 @@ import uvicorn
 from mlxkv.core.errors import UsageError
 from mlxkv.engine.engine import Engine
 from mlxkv.server.app import create_app
+from mlxkv.server.connection import Connection
 from mlxkv.server.metrics import Metrics
 from mlxkv.server.settings import MOST_HEADER_BYTES, Settings
 
@@ -40,14 +42,40 @@ def bound(settings: Settings) -> Iterator[socket.socket]:
         yield listening
 
 
-def serve(engine: Engine, settings: Settings, metrics: Metrics, listening: socket.socket, *, drain_s: float) -> int:
+def serve(
+    engine: Engine,
+    settings: Settings,
+    metrics: Metrics,
+    listening: socket.socket,
+    *,
+    drain_s: float,
+    on_listening: Callable[[], None] = lambda: None,
+) -> int:
     """Answer requests until SIGINT or SIGTERM, then let what runs finish; a second signal leaves at once.
 
-    Returns how many blocks did not reach the SSD.
+    Args:
+        on_listening: called once a client can connect.
+
+    Returns:
+        How many blocks did not reach the SSD.
     """
+    server_of(engine, settings, metrics, drain_s=drain_s, on_listening=on_listening).run(sockets=[listening])
+    return engine.close(drain_s=drain_s)
+
+
+def server_of(
+    engine: Engine,
+    settings: Settings,
+    metrics: Metrics,
+    *,
+    drain_s: float,
+    on_listening: Callable[[], None] = lambda: None,
+) -> uvicorn.Server:
+    """The server that `serve` runs; it takes signals where it runs in the main thread."""
+    connection = type("Connection", (Connection,), {"header_deadline_s": settings.read_deadline_s})
     config = uvicorn.Config(
         create_app(engine, settings, metrics),
-        http="h11",
+        http=connection,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -57,14 +85,18 @@ def serve(engine: Engine, settings: Settings, metrics: Metrics, listening: socke
         timeout_graceful_shutdown=max(int(drain_s), 1),
         h11_max_incomplete_event_size=MOST_HEADER_BYTES,
     )
-    _Server(config, engine).run(sockets=[listening])
-    return engine.close(drain_s=drain_s)
+    return _Server(config, engine, on_listening)
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+    def __init__(self, config: uvicorn.Config, engine: Engine, on_listening: Callable[[], None]) -> None:
         super().__init__(config)
         self._engine = engine
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self._on_listening()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second leaves at once; what was committed is on the SSD or comes again."""
@@ -77,6 +109,9 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn's, but a signal that was answered is not raised again at the end: leaving was the answer."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield

@@ -21,7 +21,7 @@ def split(mask, start, stop):
 
 @given(case=cases(), cuts=st.lists(st.integers(0, 700), max_size=5))
 @example(case=LARGEST, cuts=[0, 64, 64, 699])
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_any_parts_merge_to_the_whole(case, cuts):
     q, k, v = case.arrays()
     mask, sinks = case.mask_array(), case.sink_array()
@@ -38,7 +38,7 @@ def test_any_parts_merge_to_the_whole(case, cuts):
 
 
 @given(case=cases(masks=(None,)))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_keys_that_all_rows_share_are_attended_from_one_copy(case):
     q, k, v = case.arrays()
     k, v = k[:1], v[:1]

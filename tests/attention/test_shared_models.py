@@ -17,14 +17,19 @@ from kinds import CONFIGS, build
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxkv.attention.dispatch import SERVED, Dispatch
-from mlxkv.attention.shared_prefix import Batch, branch, extend
+from mlxkv.attention.shared_prefix import Batch, SharedPrefixCache, branch, extend
 from mlxkv.core.errors import ModelNotFoundError
 from mlxkv.models.gguf import find_demo_gguf
 
 LONGER = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "qwen3_moe", "smollm3", "olmo2")
 WITHOUT_HOOK = ("gemma2", "deepseek_v3", "deepseek_v2")
-CHANGES = {"gemma2": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}}
-"""So that query heads share KV heads there too, whose masks have an axis more."""
+MIXED = ("gemma3_text", "gpt_oss", "qwen3_next", "lfm2")
+"""Windows, sinks and states in some layers: those stay mlx-lm's, the rest shares."""
+CHANGES = {
+    "gemma2": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "starcoder2": {"vocab_size": 128},
+}
+"""So that query heads share KV heads in gemma2, whose masks have an axis more; and no head of 49,152 tokens."""
 CLOSE = 1e-4
 
 
@@ -46,7 +51,8 @@ def run_alone(module, sequence: Sequence, tokens: list[int]) -> np.ndarray:
 class Play:
     """Two groups of three sequences over one model; checks every row's logits against the sequence alone."""
 
-    def __init__(self, module, hook: Dispatch, seed: int) -> None:
+    def __init__(self, module, hook: Dispatch, seed: int, *, mixed: bool = False) -> None:
+        self.mixed = mixed
         self.module, self.hook, self.random = module, hook, random.Random(seed)
         size = 100
         self.prefixes = [[self.random.randrange(size) for _ in range(n)] for n in (150, 64)]
@@ -85,10 +91,10 @@ class Play:
         """Begin the sequence's caches; returns the tokens that are left to compute."""
         prefix = self.prefixes[group]
         mates = [i for i, other in enumerate(self.running) if other.prompt[: len(prefix)] == prefix]
-        if group == 1 and mates:  # cut out of a sequence that is already running
+        if group == 1 and mates and not self.mixed:  # cut out of a sequence that is already running
             self.joining = branch(self.batch, mates[0], len(prefix))
             return sequence.prompt[len(prefix) :]
-        if group == 1:
+        if group == 1 and not self.mixed:
             self.joining = self.hook.begin(make_prompt_cache(self.module))
             return sequence.prompt
         if group not in self.holders:  # computed once before anybody runs
@@ -129,17 +135,28 @@ class Play:
             elif self.running:
                 self.step()
             for cache in self.batch or []:
-                cache.check_integrity()
+                if isinstance(cache, SharedPrefixCache):
+                    cache.check_integrity()
 
 
-@pytest.mark.parametrize("architecture", [*SERVED, *WITHOUT_HOOK])
+@pytest.mark.parametrize("architecture", [*SERVED, *WITHOUT_HOOK, *MIXED])
 def test_six_sequences_in_two_groups_are_each_as_if_alone(architecture):
     module = build(CONFIGS[architecture] | CHANGES.get(architecture, {}))
     with Dispatch(module) as hook:
         assert hook.served == (architecture in SERVED)
-        play = Play(module, hook, seed=len(architecture))
-        play.run(45 if architecture in LONGER else 6, first=3 if architecture in LONGER else 2)
-        assert play.steps >= (15 if architecture in LONGER else 2)
+        play = Play(module, hook, seed=len(architecture), mixed=architecture in MIXED)
+        play.run(32 if architecture in LONGER else 4, first=3 if architecture in LONGER else 2)
+        assert play.steps >= (10 if architecture in LONGER else 1)
+
+
+def test_a_served_model_may_have_windows_too():
+    windows = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32}
+    module = build(CONFIGS["llama"] | windows)
+    with Dispatch(module) as hook:
+        assert hook.served
+        play = Play(module, hook, seed=3, mixed=True)
+        play.run(32)
+        assert play.steps >= 10
 
 
 def test_the_demo_model_too():
@@ -152,7 +169,7 @@ def test_the_demo_model_too():
     code = (
         "import mlxkv\nfrom mlxkv.models.loader import load\nfrom mlxkv.attention.dispatch import Dispatch\n"
         "from attention.test_shared_models import Play\nmodule = load('smollm2-135m').module\n"
-        "play = Play(module, Dispatch(module), seed=1)\nplay.run(14, first=4)\nprint(play.steps, play.worst)"
+        "play = Play(module, Dispatch(module), seed=1)\nplay.run(9, first=4)\nprint(play.steps, play.worst)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -163,5 +180,5 @@ def test_the_demo_model_too():
     )
     assert done.returncode == 0, done.stderr
     steps, worst = done.stdout.split()
-    assert int(steps) >= 5
+    assert int(steps) >= 4
     assert float(worst) < CLOSE

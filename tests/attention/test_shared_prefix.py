@@ -10,7 +10,7 @@ from driving import some_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from tiny import build_tiny, tiny_gpt_oss, tiny_llama
 
 from mlxkv.attention.dispatch import Dispatch
@@ -71,9 +71,9 @@ def test_a_batch_holds_the_prefix_once(count, prefix, suffix):
         joining = holder.branch(0)
         joining.update_and_fetch(*pair(suffix, seed + 1))
         cache.extend(joining)
-    grow(cache, 6)  # a sequence by itself is plain by then
+    grow(cache, LONE_STEPS + 2)  # a sequence by itself is plain by then
     assert cache.alone == (count == 1)
-    suffix += 6
+    suffix += LONE_STEPS + 2
     assert cache.nbytes <= (prefix + count * (suffix + 256)) * TOKEN_BYTES
     assert cache.nbytes >= (prefix + count * suffix) * TOKEN_BYTES
     assert cache.saved_bytes == (count - 1) * prefix * TOKEN_BYTES
@@ -167,6 +167,22 @@ def test_a_sequence_that_decodes_by_itself_becomes_plain_after_some_steps(llama)
             plain.append(batch[0].alone)
     assert plain == [False] * LONE_STEPS + [True] * 4
     assert {cache.alone for cache in batch} == {True}
+
+
+def test_a_sequence_that_somebody_joins_keeps_its_prefix_for_some_steps():
+    cache = sequence(300)
+    grow(cache, LONE_STEPS + 5)
+    assert cache.alone
+    joining = cache.branch(0, 256)
+    grow(cache, LONE_STEPS)
+    assert (cache.alone, cache.prefix_tokens(0)) == (False, 256)
+    grow(cache, 1)
+    assert (cache.alone, cache.tokens(0)) == (True, 300 + 2 * LONE_STEPS + 6)
+    cache.branch(0, 256)
+    joining.update_and_fetch(*pair(3))
+    cache.extend(joining)
+    assert len(cache._table.prefixes) == 1  # it is the same prefix again
+    cache.check_integrity()
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 0), (0, 64), (64, 128), (90, 110), (100, 164), (130, 230), (0, 230)])
@@ -278,12 +294,11 @@ def test_a_running_row_gives_full_blocks_as_a_prefix():
 
 
 def test_what_cannot_be_shared_is_said():
-    with pytest.raises(UsageError, match="RotatingKVCache"):
-        begin([KVCache(), RotatingKVCache(8)])
-    with pytest.raises(UsageError, match="no layer"):
-        begin([])
-    with pytest.raises(UsageError, match="RotatingKVCache"):
-        begin(make_prompt_cache(build_tiny(tiny_gpt_oss())))
+    with pytest.raises(UsageError, match="QuantizedKVCache"):
+        begin([KVCache(), QuantizedKVCache()])
+    for nothing_to_share in ([], [RotatingKVCache(8)]):
+        with pytest.raises(UsageError, match="no KVCache"):
+            begin(nothing_to_share)
     with pytest.raises(UsageError, match="101 tokens of a row of 100"):
         sequence(100).branch(0, 101)
     holder = sequence(100)
@@ -297,6 +312,19 @@ def test_what_cannot_be_shared_is_said():
         holder.prepare(right_padding=[0, 3])
     with pytest.raises(UsageError, match="nothing was appended"):
         holder.attend(queries(2), scale=1.0)
+
+
+def test_windows_cannot_go_back():
+    module = build_tiny(tiny_gpt_oss())
+    caches = make_prompt_cache(module)
+    module(mx.array(some_tokens(100, 1))[None], cache=caches)
+    holder = begin(caches)
+    with pytest.raises(UsageError, match="cannot go back to token 64 of 100"):
+        branch(holder, 0, 64)
+    batch = branch(holder, 0)
+    extend(batch, branch(holder, 0, 100))
+    with pytest.raises(UsageError, match="window or a state"):
+        branch(batch, 0)
 
 
 # together with mlx-lm

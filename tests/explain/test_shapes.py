@@ -1,6 +1,8 @@
 """Shapes and the bill, against the numbers of the configs and against counting by hand."""
 
+import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from tiny import tiny_llama, tiny_mamba2
@@ -8,7 +10,9 @@ from tiny import tiny_llama, tiny_mamba2
 from mlxkv.core.errors import ModelError, UsageError
 from mlxkv.explain.shapes import CONTEXTS, _walk, explain_shapes
 from mlxkv.models import catalog
-from mlxkv.models.weights import build
+from mlxkv.models.weights import build, weight_bytes
+
+PRINTED = json.loads((Path(__file__).parents[1] / "data" / "labs.json").read_text(encoding="utf-8"))["kv"]
 
 
 def shapes_of(name, tokens=1024):
@@ -99,6 +103,28 @@ def test_the_formula_of_qwen_says_12_kib_a_token_and_768_kib_a_block():
     found = shapes_of("Qwen2.5-0.5B-Instruct")
     assert found.formula == ("24 layers x 2 KV heads x (64 + 64) x 2 B = 12,288 B a token; x 64 = 786,432 B a block",)
     assert found.bytes_per_token == 12_288
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("Qwen2.5-0.5B-Instruct", "Qwen2.5-0.5B (24 layers, 2 x 64)"),
+        ("Llama-3-8B", "Llama-3-8B (32 layers, 8 x 128)"),
+        ("Qwen2.5-72B-Instruct", "Qwen-72B (80 layers, 8 x 128, GQA: Qwen2 and Qwen2.5)"),
+    ],
+)
+def test_kv_of_4k_and_32k_is_that_of_the_document(name, printed):
+    held = {bill.tokens: bill.kv_bytes / 2**30 for bill in shapes_of(name).bills}
+    for tokens, gib in PRINTED["table_GB"][printed].items():
+        assert round(held[int(tokens)], 2) == gib
+
+
+def test_kv_depends_on_structure_not_on_the_number_of_parameters():
+    llama = build(catalog.find("Llama-3-8B").config)
+    large = next(bill for bill in shapes_of("Qwen2.5-72B-Instruct").bills if bill.tokens == 32_768)
+    assert large.kv_bytes == 10 * 2**30
+    assert large.kv_bytes < weight_bytes(llama)
+    assert PRINTED["per_64_token_block_KB"] == 64 * shapes_of("Qwen2.5-0.5B-Instruct").bytes_per_token / 1024 == 768
 
 
 def test_a_model_without_attention_has_no_scores_and_a_state():

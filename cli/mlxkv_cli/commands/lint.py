@@ -33,9 +33,10 @@ def lint(
         typer.Option("--min", metavar="SHARE", min=0, max=1, help="Exit with code 1 under this share, such as 0.8."),
     ] = None,
     whole_blocks: Annotated[
-        bool, typer.Option("--blocks", help="Count whole blocks of 64 tokens only, as the SSD gives them back.")
+        bool,
+        typer.Option("--blocks", metavar="", help="Count whole blocks of 64 tokens only, as the SSD gives them back."),
     ] = False,
-    text: Annotated[bool, typer.Option("--text", help="Show the words where a prefix breaks.")] = False,
+    text: Annotated[bool, typer.Option("--text", metavar="", help="Show the words where a prefix breaks.")] = False,
     as_json: Json = False,
 ) -> None:
     """Say for each recorded request how much of it an earlier one shares, what broke the prefix, and what to move."""

@@ -28,7 +28,7 @@ app = typer.Typer(no_args_is_help=True, help="Read a block log, or a log of oMLX
 SHOWN_REQUESTS, SHOWN_BLOCKS = 50, 50
 POLL_S = 0.2
 Files = Annotated[list[str], typer.Argument(metavar="FILE...", help="Logs, also .gz; a directory of logs; - is stdin.")]
-Text = Annotated[bool, typer.Option("--text", help="Show prompt text, where the log has it (--log-text).")]
+Text = Annotated[bool, typer.Option("--text", metavar="", help="Show prompt text, where the log has it (--log-text).")]
 
 
 @app.command(epilog=examples("mlxkv log summary blocks.jsonl", "mlxkv log summary server.log* --json"))

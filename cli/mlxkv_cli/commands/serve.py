@@ -79,7 +79,9 @@ def serve(
     no_cold: NoCold = False,
     log: Log = None,
     log_text: LogText = False,
-    tui: Annotated[bool, typer.Option("--tui", help="Show the tiers and requests, as `mlxkv top` does.")] = False,
+    tui: Annotated[
+        bool, typer.Option("--tui", metavar="", help="Show the tiers and requests, as `mlxkv top` does.")
+    ] = False,
 ) -> None:
     """Serve a model whose prompts are never computed twice, to any OpenAI or Anthropic client.
 
@@ -137,9 +139,11 @@ def serve(
             "dim",
         )
         address = f"http://{'[' + host + ']' if ':' in host else host}:{settings.port}"
-        output.result(_greeting(address, opened.model.name, bool(settings.api_keys)))
+        greeting = _greeting(address, opened.model.name, bool(settings.api_keys))
         with _watched(engine, output, tui=tui, address=address, api_key=api_key[0] if api_key else None):
-            lost = serve(engine, settings, metrics, listening, drain_s=drain)
+            lost = serve(
+                engine, settings, metrics, listening, drain_s=drain, on_listening=lambda: output.result(greeting)
+            )
     if lost:
         output.warn(f"{lost} blocks did not reach the SSD and will be computed again")
 

@@ -20,7 +20,7 @@ ApiKey = Annotated[
 def top(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
-    once: Annotated[bool, typer.Option("--once", help="Show it once and stop.")] = False,
+    once: Annotated[bool, typer.Option("--once", metavar="", help="Show it once and stop.")] = False,
     as_json: Json = False,
 ) -> None:
     """Watch a running server: tiers, tokens saved, what runs, the last requests. Ctrl-C ends it."""

@@ -26,7 +26,10 @@ def why(
         typer.Option("--api-key", metavar="KEY", envvar="MLXKV_API_KEY", help="The server's key, if it has one."),
     ] = None,
     text: Annotated[
-        bool, typer.Option("--text", help="Show the words around the difference; needs a log made with --log-text.")
+        bool,
+        typer.Option(
+            "--text", metavar="", help="Show the words around the difference; needs a log made with --log-text."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
