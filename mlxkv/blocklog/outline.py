@@ -149,7 +149,7 @@ class _Span:
 class Outliner:
     """Makes outlines of one model's prompts. Holds no state of a request; may be used from any thread.
 
-    Cost: about 3 ms for 10,000 tokens; building it walks the vocabulary once.
+    Cost: about 4 ms for 10,000 tokens in 80 messages; building it walks the vocabulary once.
     """
 
     def __init__(self, tokenizer: Any, *, key: bytes | None = None) -> None:
