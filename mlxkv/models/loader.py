@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxkv.core.config import default_hot_bytes
 from mlxkv.core.errors import ModelError, ModelNotFoundError
 from mlxkv.core.platform import default_cache_dir, keep_open_files_limit
+from mlxkv.core.units import MIB
 from mlxkv.models.config import context_window, read_config
 from mlxkv.models.detokenizer import keep_every_byte
 from mlxkv.models.fingerprint import (
@@ -32,6 +32,7 @@ with keep_open_files_limit():
     from mlx_lm.utils import _download, load_adapters, load_model, load_tokenizer
 
 DEMO = "smollm2-135m"
+KEPT_FREED_BYTES = 256 * MIB
 _UNREADABLE = (ValueError, KeyError, TypeError, RuntimeError, AttributeError, OSError)
 
 
@@ -96,15 +97,14 @@ def tokenizer_of(model: str) -> TokenizerWrapper:
 
 
 def keep_freed_memory() -> None:
-    """On a CPU, let MLX keep up to a sixteenth of RAM of what is freed, to use it again; `load` does so.
+    """On a CPU, let MLX keep `KEPT_FREED_BYTES` of what is freed, to use it again; `load` does so.
 
     MLX keeps 32 MiB there (all of it on a GPU). A sequence is larger, and new pages cost more than filling them:
     restoring 45 MiB took 35 ms without and 16 ms with it.
     """
     if on_cpu():
-        wanted = default_hot_bytes() // 2
-        before = mx.set_cache_limit(wanted)
-        mx.set_cache_limit(max(before, wanted))
+        before = mx.set_cache_limit(KEPT_FREED_BYTES)
+        mx.set_cache_limit(max(before, KEPT_FREED_BYTES))
 
 
 def on_cpu() -> bool:

@@ -33,7 +33,7 @@ from mlxkv.server.call import Call, ClientGoneError, EventStream
 from mlxkv.server.errors import RETRY_AFTER_S, RequestError, describe, error_body, from_validation
 from mlxkv.server.guard import SALT, BodyError, Guard
 from mlxkv.server.metrics import Metrics
-from mlxkv.server.prepare import chat_requests, count_tokens, text_requests
+from mlxkv.server.prepare import chat_requests, count_tokens, text_requests, warm_up
 from mlxkv.server.settings import Settings
 
 DASHBOARD = Path(__file__).parent / "dashboard"
@@ -90,6 +90,7 @@ class _Routes:
         self._metrics = metrics
         self._started = time.time()
         self._outliner = Outliner(engine.model.tokenizer, key=load_key())
+        warm_up(engine.model, settings, self._outliner)
 
     # OpenAI
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mlxkv.blocklog.outline import Outliner
-from mlxkv.core.errors import UsageError
+from mlxkv.core.errors import MlxkvError, UsageError
 from mlxkv.engine.request import Processor, Record, Request, Sampling
 from mlxkv.engine.text import initial_state
 from mlxkv.models.chat import render, system_tokens
@@ -69,6 +70,13 @@ def chat_requests(
         outliner.text(prompt) if settings.log_text else None,
     )
     return [replace(request, record=record) for request in requests]
+
+
+def warm_up(model: LoadedModel, settings: Settings, outliner: Outliner) -> None:
+    """Do once what the first chat would wait for: compiling the template, the tokenizer's tables."""
+    with suppress(MlxkvError):  # a model without a template, or one that refuses this conversation
+        wish = Wish(max_tokens=1, sampling=Sampling())
+        chat_requests(model, settings, [{"role": "user", "content": "Hello"}], None, {}, wish, outliner)
 
 
 def text_requests(
