@@ -97,6 +97,15 @@ JSON_FIELDS: dict[str, dict[str, str]] = {
         "freed_bytes": "their physical bytes",
         "dry_run": "whether `--dry-run` was given",
     },
+    "top": {
+        "cache": "what `/v1/cache` answers: [the HTTP API](http.md)",
+        "running": "one object a request that runs now",
+        "requests": "the last requests, newest first, as in [the block log](block-log.md), with `time` and `line`",
+    },
+    "bench": {
+        "figures": "one object a figure: `name`, `unit`, `median`, `p90`, `samples`, `detail`",
+        "machine": "where it ran; beside it `versions`, `model`, `url`, `tokens`, `rounds`",
+    },
     "log summary": {
         "requests": "requests in the log; `unfinished_requests`, `unknown_requests` (the log does not say what they"
         " reused) and `short_requests` (under a block) are among them",
