@@ -351,7 +351,7 @@ class Target:
 def _new_arrays(layout: Layout, tokens: Mapping[int, int]) -> dict[str, mx.array]:
     """Evaluated arrays `[1, heads, tokens[window], dim]` of the layout, whose content may be anything.
 
-    A GPU fills them with zeros in no time. A CPU would spend a third of a restore on it, and the only call of MLX that
+    A GPU fills them with zeros in no time. A CPU has to write them once more, and the only call of MLX that
     gets memory without filling it is `load`: it leaves that to the file.
     """
     if mx.default_device() != mx.cpu:
