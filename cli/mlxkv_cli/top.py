@@ -102,7 +102,8 @@ def _tiers(cache: dict[str, Any]) -> RenderableType:
             continue
         used, budget = tier["used_bytes"], tier["budget_bytes"]
         bar = ProgressBar(total=max(budget, 1), completed=used, width=24)
-        table.add_row(name, bar, f"{format_bytes(used)} of {format_bytes(budget)}, {tier['blocks']:,} blocks")
+        count = f"{tier['blocks']:,} block{'' if tier['blocks'] == 1 else 's'}"
+        table.add_row(name, bar, f"{format_bytes(used)} of {format_bytes(budget)}, {count}")
     return table
 
 
