@@ -32,7 +32,7 @@ def test_top_shows_what_the_server_tells(url, capsys: pytest.CaptureFixture[str]
     address, _ = url
     assert run(["top", "--url", address, "--once"]) == 0
     shown = capsys.readouterr().out
-    for said in ("talking", "2 answered", "hot", "cold", "saved", "prompt tokens", "last requests"):
+    for said in ("talking", "2 requests", "hot", "cold", "saved", "prompt tokens", "last requests"):
         assert said in shown
     assert run(["top", "--url", address, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
