@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from mlxkv.blocklog.events import Event
 from mlxkv.blocklog.readers import LogReader
-from mlxkv.blocklog.sources import STDIN, Advance
+from mlxkv.blocklog.sources import Advance, need_files
 from mlxkv.blocklog.why import Gone, Record, shared
 from mlxkv.core.errors import UsageError
 
@@ -67,10 +67,9 @@ def read_history(names: Sequence[str], request: str, advance: Advance | None = N
     """Everything to explain a request from its log.
 
     Raises:
-        UsageError: as `find_request`; or the log is stdin, which cannot be read twice.
+        UsageError: as `find_request`; or the log is stdin or a pipe, which cannot be read twice.
     """
-    if STDIN in names:
-        raise UsageError("stdin cannot be read twice; give the log as a file.")
+    need_files(names)
     event, own = _find(names, request, advance)
     record = record_of(event)
     nearest: list[tuple[int, int, Record]] = []

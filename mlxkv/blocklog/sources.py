@@ -70,9 +70,24 @@ def _looks_like_a_log(name: str) -> bool:
     return not name.startswith(".") and re.search(r"\.(log|jsonl|ndjson|txt)(\.|$)", name) is not None
 
 
+def is_pipe(path: Path) -> bool:
+    """Whether a source can be read once only: stdin, a named pipe, a shell's `<(command)`."""
+    return str(path) == STDIN or not path.is_file()
+
+
+def need_files(names: Sequence[str]) -> None:
+    """Nothing, when every source can be read more than once.
+
+    Raises:
+        UsageError: one is stdin or a pipe; or as `find_files`.
+    """
+    if any(is_pipe(path) for path in find_files(names)):
+        raise UsageError("stdin and pipes cannot be read twice; give the log as a file.")
+
+
 def total_bytes(paths: Sequence[Path]) -> int | None:
-    """Bytes of all files on the disk; None when one is stdin."""
-    return None if Path(STDIN) in paths else sum(path.stat().st_size for path in paths)
+    """Bytes of all files on the disk; None when one is stdin or a pipe."""
+    return None if any(map(is_pipe, paths)) else sum(path.stat().st_size for path in paths)
 
 
 def pieces(paths: Sequence[Path], read: Read, advance: Advance | None = None) -> Iterator[list[bytes]]:
@@ -187,7 +202,7 @@ def _in_order(paths: Sequence[Path], read: Read) -> list[Path]:
     """The sources by the first time in them, without those whose beginning another one has too."""
     kept: list[tuple[bytes, Path, bytes]] = []
     for path in paths:
-        if str(path) == STDIN:
+        if is_pipe(path):  # what was looked at would be gone
             kept.append((b"", path, b""))
             continue
         try:

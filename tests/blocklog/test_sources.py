@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import threading
 
 import pytest
 
@@ -186,3 +188,20 @@ def test_progress_adds_up_to_the_bytes_on_the_disk(tmp_path):
     paths = [tmp_path / "a.log", tmp_path / "b.log.gz"]
     list(LogReader().files([str(path) for path in paths], seen.append))
     assert sum(seen) == sources.total_bytes(paths)
+
+
+def test_a_named_pipe_is_read_from_its_first_byte(tmp_path):
+    text = "".join(request(i) + "\n" for i in range(2_000))
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(text,), daemon=True)
+    writer.start()
+    assert [event["request"] for event in events(tmp_path / "pipe")] == [f"r{i}" for i in range(2_000)]
+    writer.join()
+
+
+def test_a_pipe_has_no_known_size_and_is_refused_where_it_must_be_read_twice(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert sources.total_bytes([tmp_path / "pipe"]) is None
+    for name in (str(tmp_path / "pipe"), "-"):
+        with pytest.raises(UsageError, match="cannot be read twice"):
+            sources.need_files([name])

@@ -263,3 +263,9 @@ def test_what_a_log_says_cannot_steer_the_terminal(tmp_path):
     assert "\\x1b[2J" in shown
     for code in ("\x1b[2J", "\x1b]0;", "\x1b[31m"):
         assert code not in shown
+
+
+def test_what_needs_two_passes_refuses_stdin_in_place_of_leaving_half_out(capsys, tmp_path):
+    for arguments in (["request", "r1", "-"], ["export", "-", "--csv", f"{tmp_path}/r", "--html", f"{tmp_path}/h"]):
+        assert run(["log", *arguments]) == 2
+        assert "cannot be read twice" in capsys.readouterr().err

@@ -133,8 +133,10 @@ def request(
     """Everything the log says of one request, with the blocks it committed and restored."""
     from mlxkv.blocklog.history import find_request
     from mlxkv.blocklog.readers import LogReader
+    from mlxkv.blocklog.sources import need_files
 
     output = Output(json=as_json)
+    need_files(files)
     with _reading(output, files) as advance:
         found = find_request(files, request_id, advance)
     events = [
@@ -205,11 +207,14 @@ def export(
     """Write the log for other tools: requests as CSV, events as Parquet, a page as HTML. No prompt text in any."""
     from mlxkv.blocklog.export import write_csv, write_html, write_parquet
     from mlxkv.blocklog.readers import LogReader
+    from mlxkv.blocklog.sources import need_files
 
     output = Output(json=as_json)
     writers = [(csv, write_csv), (parquet, write_parquet), (html, write_html)]
     if not any(path for path, _ in writers):
         raise UsageError("nothing to write; add --csv OUT, --parquet OUT or --html OUT.")
+    if len([path for path, _ in writers if path is not None]) > 1:
+        need_files(files)
     written = []
     for path, write in writers:
         if path is not None:
