@@ -205,3 +205,17 @@ def test_a_pipe_has_no_known_size_and_is_refused_where_it_must_be_read_twice(tmp
     for name in (str(tmp_path / "pipe"), "-"):
         with pytest.raises(UsageError, match="cannot be read twice"):
             sources.need_files([name])
+
+
+@pytest.mark.parametrize("stray", ['{"level":"info","message":"of another program"}', "{", '{"time":"2026-11-30T19:1'])
+def test_a_line_that_is_no_event_costs_none_of_the_records_behind_it(stray, tmp_path):
+    header = "2026-11-30 19:00:00,000 - omlx.cache.prefix_cache - DEBUG - [-] - "
+    omlx = [f"{header}Cache miss for r{i}" for i in range(5)]
+    other_order = [json.dumps(dict(sorted(json.loads(request(i)).items()))) for i in range(7, 9)]
+    (tmp_path / "log").write_text(
+        "\n".join([*omlx[:2], stray, *omlx[2:], stray, *other_order]) + "\n", encoding="utf-8"
+    )
+    reader = LogReader()
+    found = [event["request"] for event in events(tmp_path / "log", reader=reader)]
+    assert sorted(found) == ["r0", "r1", "r2", "r3", "r4", "r7", "r8"]
+    assert (reader.lines, reader.torn_lines) == (9, 2)

@@ -269,3 +269,9 @@ def test_what_needs_two_passes_refuses_stdin_in_place_of_leaving_half_out(capsys
     for arguments in (["request", "r1", "-"], ["export", "-", "--csv", f"{tmp_path}/r", "--html", f"{tmp_path}/h"]):
         assert run(["log", *arguments]) == 2
         assert "cannot be read twice" in capsys.readouterr().err
+
+
+def test_a_log_with_only_a_torn_line_is_not_called_empty(capsys, tmp_path):
+    (tmp_path / "torn.jsonl").write_text('{"time":"2026-11-3', encoding="utf-8")
+    assert run(["log", "summary", str(tmp_path / "torn.jsonl")]) == 2
+    assert "none of 1 lines is of a known log" in capsys.readouterr().err
