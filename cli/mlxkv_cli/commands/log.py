@@ -19,6 +19,7 @@ from mlxkv_cli.output import Output
 
 if TYPE_CHECKING:
     from mlxkv.blocklog.events import Event
+    from mlxkv.blocklog.outline import Part
     from mlxkv.blocklog.readers import LogReader
     from mlxkv.blocklog.sources import Advance
     from mlxkv.blocklog.summary import Summary
@@ -131,7 +132,7 @@ def request(
     as_json: Json = False,
 ) -> None:
     """Everything the log says of one request, with the blocks it committed and restored."""
-    from mlxkv.blocklog.history import find_request
+    from mlxkv.blocklog.history import find_request, record_of
     from mlxkv.blocklog.readers import LogReader
     from mlxkv.blocklog.sources import need_files
 
@@ -147,8 +148,8 @@ def request(
     lines = [
         f"{name:<18}{_short(value)}" for name, value in fields.items() if name not in ("event", "outline", "source")
     ]
-    if "outline" in fields:
-        lines += ["", *(_part_line(part) for part in fields["outline"]["parts"])]
+    if (outline := record_of(found).outline) is not None:
+        lines += ["", *(_part_line(part) for part in outline.parts)]
     if events:
         lines += ["", *(_event_line(each) for each in events)]
     output.result("\n".join(lines), request=fields, events=events)
@@ -281,9 +282,9 @@ def _short(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _part_line(part: dict[str, Any]) -> str:
-    where = part["role"] if "index" not in part else f"message {part['index']} ({part['role']})"
-    return f"  to token {part['end']:>8,}  {where}"
+def _part_line(part: Part) -> str:
+    where = part.role if part.index is None else f"message {part.index} ({part.role})"
+    return f"  to token {part.end:>8,}  {where}"
 
 
 def _event_line(event: dict[str, Any]) -> str:
