@@ -275,3 +275,20 @@ def test_a_log_with_only_a_torn_line_is_not_called_empty(capsys, tmp_path):
     (tmp_path / "torn.jsonl").write_text('{"time":"2026-11-3', encoding="utf-8")
     assert run(["log", "summary", str(tmp_path / "torn.jsonl")]) == 2
     assert "none of 1 lines is of a known log" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--csv", "--parquet", "--html"])
+def test_an_export_never_writes_over_the_log_it_reads(option, capsys, day, tmp_path):
+    before = day.read_bytes()
+    (tmp_path / "link.csv").symlink_to(day)
+    for given, output in ((day, day), (tmp_path, day), (day, tmp_path / "link.csv"), (day, tmp_path / "." / day.name)):
+        assert run(["log", "export", str(given), option, str(output)]) == 2
+        assert "is the log itself" in capsys.readouterr().err
+        assert day.read_bytes() == before
+
+
+def test_an_export_into_a_directory_or_twice_into_one_file_is_one_sentence(capsys, day, tmp_path):
+    assert run(["log", "export", str(day), "--csv", str(tmp_path)]) == 2
+    assert "is a directory" in capsys.readouterr().err
+    assert run(["log", "export", str(day), "--csv", str(tmp_path / "a"), "--html", str(tmp_path / "a")]) == 2
+    assert "give each its own name" in capsys.readouterr().err

@@ -208,13 +208,19 @@ def export(
     """Write the log for other tools: requests as CSV, events as Parquet, a page as HTML. No prompt text in any."""
     from mlxkv.blocklog.export import write_csv, write_html, write_parquet
     from mlxkv.blocklog.readers import LogReader
-    from mlxkv.blocklog.sources import need_files
+    from mlxkv.blocklog.sources import find_files, need_files
 
     output = Output(json=as_json)
     writers = [(csv, write_csv), (parquet, write_parquet), (html, write_html)]
     if not any(path for path, _ in writers):
         raise UsageError("nothing to write; add --csv OUT, --parquet OUT or --html OUT.")
-    if len([path for path, _ in writers if path is not None]) > 1:
+    outputs = [path.resolve() for path, _ in writers if path is not None]
+    if len(set(outputs)) < len(outputs):
+        raise UsageError("two of the outputs are one file; give each its own name.")
+    for path in find_files(files):
+        if path.resolve() in outputs:
+            raise UsageError(f"{path} is the log itself and would be lost; give the output another name.")
+    if len(outputs) > 1:
         need_files(files)
     written = []
     for path, write in writers:
