@@ -207,9 +207,7 @@ def _in_order(paths: Sequence[Path], read: Read) -> list[Path]:
             continue
         try:
             with _opened(path) as (_, stream):
-                head = stream.read(_PROBE_BYTES)
-        except EOFError:
-            head = b""  # compressed, and cut short: read it by itself
+                head = _head(stream)
         except (OSError, zlib.error) as error:
             raise UsageError(f"{path} cannot be read ({error}); give another file.") from error
         twin = next((i for i, (_, _, other) in enumerate(kept) if _same_beginning(head, other)), None)
@@ -222,6 +220,20 @@ def _in_order(paths: Sequence[Path], read: Read) -> list[Path]:
         read.duplicates.append(str(row[1] if longer is kept[twin] else kept[twin][1]))
         kept[twin] = longer
     return [path for _, path, _ in sorted(kept, key=lambda row: row[0])]
+
+
+def _head(stream: Content) -> bytes:
+    """The first bytes of a source; fewer where it is compressed and cut short."""
+    head = b""
+    while len(head) < _PROBE_BYTES:
+        try:
+            piece = stream.read1(_PROBE_BYTES - len(head))
+        except EOFError:
+            break
+        if not piece:
+            break
+        head += piece
+    return head
 
 
 def _same_beginning(a: bytes, b: bytes) -> bool:

@@ -219,3 +219,11 @@ def test_a_line_that_is_no_event_costs_none_of_the_records_behind_it(stray, tmp_
     found = [event["request"] for event in events(tmp_path / "log", reader=reader)]
     assert sorted(found) == ["r0", "r1", "r2", "r3", "r4", "r7", "r8"]
     assert (reader.lines, reader.torn_lines) == (9, 2)
+
+
+def test_a_compressed_file_that_is_cut_is_read_where_its_times_belong(tmp_path):
+    (tmp_path / "log").write_text("".join(f"{each}\n" for each in LINES[20:]), encoding="utf-8")
+    (tmp_path / "log.1.gz").write_bytes(gzip.compress("".join(f"{each}\n" for each in LINES[:20]).encode())[:-5])
+    times = [event["time"] for event in events(tmp_path / "log", tmp_path / "log.1.gz")]
+    assert len(times) == 30
+    assert times == sorted(times)
