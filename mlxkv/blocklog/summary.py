@@ -40,11 +40,16 @@ class Quantiles:
             self._values[at] = value
 
     def at(self, share: float) -> float | None:
-        """The value that `share` of all are at or below; None without any."""
+        """The value below which `share` of all lie, between two neighbours in proportion; None without any.
+
+        0.5 is the median: of an even number of values the mean of the middle two.
+        """
         if not self._values:
             return None
         ordered = sorted(self._values)
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+        below, part = divmod(share * (len(ordered) - 1), 1)
+        low, high = ordered[int(below)], ordered[min(int(below) + 1, len(ordered) - 1)]
+        return low + (high - low) * part
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The summary of mlxkv's own log is what was counted another way, and its verdict names what was planted."""
 
 import json
+import statistics
 from collections import Counter
 
 import pytest
@@ -54,8 +55,18 @@ def test_time_to_first_token_goes_by_what_was_reused():
     assert {name: sample.count for name, sample in found.ttft.items()} == {
         "reused": 100, "computed": 100, "partly reused": 100
     }  # fmt: skip
-    assert found.ttft["reused"].at(0.5) == 0.5
-    assert found.ttft["computed"].at(0.95) == 1.95
+    assert found.ttft["reused"].at(0.5) == pytest.approx(statistics.median(i / 100 for i in range(100)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 19, 20, 21, 100])
+def test_median_and_95th_percentile_are_those_of_the_standard_library(count):
+    values = [(i * 7919 % 1009) / 100 for i in range(count)]
+    sample = Quantiles()
+    for value in values:
+        sample.add(value)
+    assert sample.at(0.5) == pytest.approx(statistics.median(values))
+    if count > 1:
+        assert sample.at(0.95) == pytest.approx(statistics.quantiles(values, n=20, method="inclusive")[18])
 
 
 def test_fill_is_what_went_in_less_what_went_out():
