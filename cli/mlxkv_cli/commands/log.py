@@ -217,9 +217,9 @@ def export(
     outputs = [path.resolve() for path, _ in writers if path is not None]
     if len(set(outputs)) < len(outputs):
         raise UsageError("two of the outputs are one file; give each its own name.")
-    for path in find_files(files):
-        if path.resolve() in outputs:
-            raise UsageError(f"{path} is the log itself and would be lost; give the output another name.")
+    for source in find_files(files):
+        if source.resolve() in outputs:
+            raise UsageError(f"{source} is the log itself and would be lost; give the output another name.")
     if len(outputs) > 1:
         need_files(files)
     written = []
