@@ -70,6 +70,8 @@ class LogReader:
                 except torn:
                     yield from self._torn(line)
                     continue
+                if event.detail is not None or event.source != "mlxkv":
+                    event.detail, event.source = None, "mlxkv"  # set by readers only; no fields of mlxkv's own lines
                 known += 1
                 yield event
             elif self._half:
@@ -174,6 +176,7 @@ class LogReader:
                 event = self._decode(glue.join(part.strip(b"> \t") if i else part for i, part in enumerate(self._half)))
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
+            event.detail, event.source = None, "mlxkv"
             self.lines += len(self._half)
             self.continued_lines += len(self._half) - 1
             self.records["mlxkv"] += 1

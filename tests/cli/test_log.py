@@ -292,3 +292,13 @@ def test_an_export_into_a_directory_or_twice_into_one_file_is_one_sentence(capsy
     assert "is a directory" in capsys.readouterr().err
     assert run(["log", "export", str(day), "--csv", str(tmp_path / "a"), "--html", str(tmp_path / "a")]) == 2
     assert "give each its own name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("event", ["geometry", "scan", "boundary", "request"])
+@pytest.mark.parametrize("detail", [{}, {"unstored_tokens": "x", "scanned": None, "layers": 3}])
+def test_fields_that_only_readers_set_are_not_taken_from_a_line(event, detail, ask, capsys, tmp_path):
+    script = Script().request(100).add(event, detail=detail, source="oMLX", prompt_tokens=7)
+    (tmp_path / "odd.jsonl").write_text(script.text(), encoding="utf-8")
+    assert ask("log", "summary", tmp_path / "odd.jsonl")["sources"] in ({"mlxkv": 1}, {"mlxkv": 2})
+    assert run(["log", "summary", str(tmp_path / "odd.jsonl")]) == 0
+    assert run(["log", "export", str(tmp_path / "odd.jsonl"), "--html", str(tmp_path / "o.html")]) == 0
