@@ -163,6 +163,7 @@ class Summary:
     committed_bytes: int = 0
     restores: int = 0
     evicted_blocks: Counter[str] = field(default_factory=Counter)
+    evicted_for_room: Counter[str] = field(default_factory=Counter)
     evicted_bytes: int = 0
     quarantined_blocks: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -288,6 +289,7 @@ class Summarizer:
         found, nbytes = self.summary, event.bytes or 0
         tier = event.tier or "cold"
         found.evicted_blocks[tier] += 1
+        found.evicted_for_room[tier] += event.reason in ("budget", None)
         found.evicted_bytes += nbytes
         (self._hot_tier(event) if tier == "hot" else self._cold).move(-nbytes)
 

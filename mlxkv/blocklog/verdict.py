@@ -125,8 +125,9 @@ def _off(found: Summary) -> list[Trouble]:
 def _full(found: Summary) -> list[Trouble]:
     full = []
     for name, tier in found.tiers.items():
-        evicted = found.evicted_blocks.get(name, 0)
-        if tier.budget_bytes and evicted and tier.peak_bytes >= FULL_SHARE * tier.budget_bytes:
+        evicted = found.evicted_for_room.get(name, 0)
+        filled = tier.peak_bytes >= FULL_SHARE * (tier.budget_bytes or 0)  # of the SSD, what it held before is unknown
+        if tier.budget_bytes and evicted and (filled or name == "cold"):
             seen = f"{name} was full ({format_bytes(tier.budget_bytes)}) and evicted {counted(evicted, 'block')}"
             full.append(Trouble("budget too small", seen, f"Raise {_room(found, name)}."))
     return full

@@ -158,3 +158,18 @@ def test_adding_in_two_goes_is_adding_at_once():
     twice = summarizer.add_all(events[50:])
     assert twice.prompt_tokens == log.summary().prompt_tokens
     assert twice.tiers == log.summary().tiers
+
+
+def test_blocks_that_a_user_deleted_are_no_sign_of_a_small_budget():
+    log = Script().add("open", bytes=2 * MIB, tier="hot").block("a").block("b")
+    log.block("a", "evict", reason="prune").block("b", "evict", reason="parent gone")
+    assert log.trouble() == {}
+    assert log.summary().evicted_blocks == {"hot": 2}
+    assert "budget too small" in log.block("c").block("c", "evict", reason="budget").trouble()
+
+
+def test_an_ssd_that_was_full_before_the_log_began_is_a_small_budget():
+    log = Script().add("open", bytes=64 * MIB, tier="cold")
+    for old, new in ("ab", "cd"):
+        log.block(old, "evict", tier="cold", reason="budget").block(new, "offload", tier="cold")
+    assert "evicted 2 blocks" in log.trouble()["budget too small"].seen

@@ -296,7 +296,7 @@ def test_an_export_into_a_directory_or_twice_into_one_file_is_one_sentence(capsy
 
 @pytest.mark.parametrize("event", ["geometry", "scan", "boundary", "request"])
 @pytest.mark.parametrize("detail", [{}, {"unstored_tokens": "x", "scanned": None, "layers": 3}])
-def test_fields_that_only_readers_set_are_not_taken_from_a_line(event, detail, ask, capsys, tmp_path):
+def test_fields_that_only_readers_set_are_not_taken_from_a_line(event, detail, ask, tmp_path):
     script = Script().request(100).add(event, detail=detail, source="oMLX", prompt_tokens=7)
     (tmp_path / "odd.jsonl").write_text(script.text(), encoding="utf-8")
     assert ask("log", "summary", tmp_path / "odd.jsonl")["sources"] in ({"mlxkv": 1}, {"mlxkv": 2})
