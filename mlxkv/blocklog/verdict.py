@@ -10,6 +10,7 @@ from mlxkv.core.units import format_bytes
 
 THRASH_SHARE = 0.05  # of the computed tokens were held once and evicted
 UNSTABLE_SHARE = 0.25  # of the computed tokens come after a difference from what is held
+UNSTABLE = "unstable prefix"
 FULL_SHARE = 0.98
 REWRITTEN = 1.2
 _LAYERS = ("ArraysCache", "RotatingKVCache", "CacheList", "walk-back", "Rejecting split-GDN", "Ignoring structurally",
@@ -76,7 +77,10 @@ def _best_change(found: Summary, trouble: list[Trouble]) -> str:
         if cause != "unknown" and not ADVICE[cause].startswith("Nothing")
     ]
     worst = next((each for each in trouble if each.tokens), None)
-    if causes and causes[0][1].tokens >= (worst.tokens if worst else 1) * UNSTABLE_SHARE:
+    needed = worst.tokens if worst is not None else 1
+    if worst is not None and worst.name == UNSTABLE:  # its causes are its parts, and say better what to change
+        needed = int(needed * UNSTABLE_SHARE)
+    if causes and causes[0][1].tokens >= needed:
         cause, each = causes[0]
         return f"What would save most ({each.tokens:,} tokens, {cause}): {ADVICE[cause]}"
     if worst is not None:
@@ -111,7 +115,7 @@ def _unstable(found: Summary) -> list[Trouble]:
     if requests < 2 or tokens <= UNSTABLE_SHARE * found.computed_tokens:
         return []
     seen = f"{counted(requests, 'request')} left what was held, {tokens:,} tokens were computed after that"
-    return [Trouble("unstable prefix", seen, "See where: mlxkv why FILE ID, or mlxkv lint before a deploy.", tokens)]
+    return [Trouble(UNSTABLE, seen, "See where: mlxkv why FILE ID, or mlxkv lint before a deploy.", tokens)]
 
 
 def _off(found: Summary) -> list[Trouble]:

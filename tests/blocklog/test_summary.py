@@ -8,7 +8,7 @@ import pytest
 from logs import Script, a_day
 
 from mlxkv.blocklog.readers import LogReader
-from mlxkv.blocklog.summary import BINS, SAMPLES, Bins, Quantiles, Summarizer
+from mlxkv.blocklog.summary import BINS, SAMPLES, Bins, Lost, Quantiles, Summarizer
 from mlxkv.blocklog.verdict import find_trouble, verdict
 from mlxkv.core.units import MIB
 
@@ -173,3 +173,11 @@ def test_an_ssd_that_was_full_before_the_log_began_is_a_small_budget():
     for old, new in ("ab", "cd"):
         log.block(old, "evict", tier="cold", reason="budget").block(new, "offload", tier="cold")
     assert "evicted 2 blocks" in log.trouble()["budget too small"].seen
+
+
+def test_the_change_that_would_save_most_is_the_one_with_most_tokens():
+    log = Script().request(1000, hot=100, reason="evicted").request(1000, hot=100, reason="evicted")
+    for tokens, name in ((700, "thrash"), (1900, "date or counter")):
+        found = log.summary()
+        found.causes["date or counter"] = Lost(1, tokens)
+        assert f", {name})" in verdict(found, find_trouble(found, set()))[2]
