@@ -302,3 +302,13 @@ def test_fields_that_only_readers_set_are_not_taken_from_a_line(event, detail, a
     assert ask("log", "summary", tmp_path / "odd.jsonl")["sources"] in ({"mlxkv": 1}, {"mlxkv": 2})
     assert run(["log", "summary", str(tmp_path / "odd.jsonl")]) == 0
     assert run(["log", "export", str(tmp_path / "odd.jsonl"), "--html", str(tmp_path / "o.html")]) == 0
+
+
+@pytest.mark.parametrize("verb", [["summary"], ["blocks"], ["requests", "--json"], ["export", "--csv", "out.csv"]])
+def test_a_file_that_is_no_log_gives_no_empty_report(verb, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("milk\neggs\n", encoding="utf-8")
+    assert run(["log", *verb, "notes.txt"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "none of 2 lines is of a known log" in err

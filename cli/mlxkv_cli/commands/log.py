@@ -46,10 +46,7 @@ def summary(files: Files, as_json: Json = False) -> None:
         found = summarize(reader, reader.files(files, advance))
     if not reader.lines:
         raise UsageError("the log is empty; give one with lines in it.")
-    if not reader.records.total():
-        raise UsageError(
-            f"none of {reader.lines:,} lines is of a known log; give a block log, or one of oMLX or mlx_lm.server."
-        )
+    _check_known(reader)
     trouble = find_trouble(found, reader.levels)
     said = verdict(found, trouble)
     page = summary_page(found, reader, trouble, said, _exact_bytes(found))
@@ -81,10 +78,11 @@ def blocks(
     if sort not in SORTS:
         raise UsageError(f"--sort {sort} is not known; take one of {', '.join(SORTS)}.")
     output = Output(json=as_json)
-    table = BlockTable()
+    table, reader = BlockTable(), LogReader()
     with _reading(output, files) as advance:
-        for event in LogReader().files(files, advance):
+        for event in reader.files(files, advance):
             table.add(event)
+    _check_known(reader)
     most = (0 if as_json else SHOWN_BLOCKS) if top is None else top
     rows = [row.to_fields() for row in table.chosen(chain=chain, sort=sort, top=most)]
     output.result(
@@ -111,13 +109,14 @@ def requests(
 
     output = Output(json=as_json)
     most = (0 if as_json else SHOWN_REQUESTS) if last is None else last
-    count = 0
+    count, reader = 0, LogReader()
     kept: deque[Event] = deque(maxlen=most or None)
     with _reading(output, files) as advance:
-        for event in LogReader().files(files, advance):
+        for event in reader.files(files, advance):
             if event.event == "request":
                 count += 1
                 kept.append(event)
+    _check_known(reader)
     shown = requests_table(list(kept), output.width) if kept else "No requests in this log."
     output.result(shown, requests=[_plain(event) for event in kept], count=count)
     if not as_json and len(kept) < count:
@@ -228,6 +227,7 @@ def export(
             reader = LogReader()
             with _reading(output, files) as advance:
                 rows = write(reader, reader.files(files, advance), path)
+            _check_known(reader)
             written.append({"file": path, "rows": rows, "bytes": path.stat().st_size})
     lines = [f"{each['file']}: {each['rows']:,} rows, {each['bytes']:,} B" for each in written]
     output.result("\n".join(lines), written=written)
@@ -240,6 +240,18 @@ def _reading(output: Output, files: list[str]) -> Iterator[Advance]:
 
     with output.progress("reading", total=total_bytes(find_files(files))) as advance:
         yield advance
+
+
+def _check_known(reader: LogReader) -> None:
+    """Nothing, when a line was understood or there is none.
+
+    Raises:
+        UsageError: the files are something else.
+    """
+    if reader.lines and not reader.records.total():
+        raise UsageError(
+            f"none of {reader.lines:,} lines is of a known log; give a block log, or one of oMLX or mlx_lm.server."
+        )
 
 
 def _exact_bytes(found: Summary) -> dict[str, int]:
