@@ -186,6 +186,9 @@ class Cleaner:
             if line:
                 self._big_endian = None
             return line
+        bare = line.strip(b"\0")
+        if self._big_endian is None and len(bare) > 1 and b"\0" not in bare:
+            return bare  # a file system's padding, after a power cut
         if line.startswith((b"\xff\xfe", b"\xfe\xff")):
             self._big_endian = line.startswith(b"\xfe\xff")
         elif self._big_endian is None:

@@ -56,6 +56,7 @@ STORED = {
     "colours in UTF-16": COLOURED.encode("utf-16-le"),
     "a progress bar before a line": TEXT.replace("\n", "\n 10%\r 99%\r", 1).encode(),
     "no newline at the end": TEXT.rstrip("\n").encode(),
+    "NULs where the power was cut": TEXT.replace("\n", "\n" + "\0" * 501, 3).encode() + b"\0" * 64,
     "compressed": gzip.compress(TEXT.encode()),
     "behind another program's prefix": "".join(f"web-1  | {each}\n" for each in LINES).encode(),
     "wrapped when pasted": "".join(f"{each[:70]}\n{each[70:140]}\n  {each[140:]}\n" for each in LINES).encode(),
