@@ -52,7 +52,9 @@ def find_trouble(found: Summary, levels: set[str]) -> list[Trouble]:
 
 def verdict(found: Summary, trouble: list[Trouble]) -> tuple[str, str, str]:
     """What was reused, where the rest went, and the one change that would save most."""
-    if found.hit_share is None:
+    if not found.requests:
+        first = "No request is in the log."
+    elif found.hit_share is None:
         first = f"{counted(found.requests, 'request')}, and the log does not say what they reused."
     else:
         first = (
@@ -62,9 +64,9 @@ def verdict(found: Summary, trouble: list[Trouble]) -> tuple[str, str, str]:
     lost = [(reason, each) for reason, each in found.lost() if each.tokens]
     if lost:
         reason, most = lost[0]
-        second = (
-            f"Most were computed because of: {reason} ({most.tokens:,} tokens in {counted(most.requests, 'request')})."
-        )
+        lead = "Most were" if 2 * most.tokens > found.computed_tokens else "The largest part was"
+        where = f"{most.tokens:,} tokens in {counted(most.requests, 'request')}"
+        second = f"{lead} computed because of: {reason} ({where})."
     else:
         second = "Nothing was computed that could have been reused." if found.reasons else "No reason is known."
     return first, second, _best_change(found, trouble)

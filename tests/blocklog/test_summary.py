@@ -181,3 +181,15 @@ def test_the_change_that_would_save_most_is_the_one_with_most_tokens():
         found = log.summary()
         found.causes["date or counter"] = Lost(1, tokens)
         assert f", {name})" in verdict(found, find_trouble(found, set()))[2]
+
+
+@pytest.mark.parametrize(("never_seen", "says"), [(600, "Most were computed"), (400, "The largest part was computed")])
+def test_the_verdict_says_most_of_more_than_half_only(never_seen, says):
+    log = Script().request(never_seen).request(300, reason="evicted").request(250, reason="damaged")
+    found = log.summary()
+    assert verdict(found, find_trouble(found, set()))[1].startswith(f"{says} because of: never seen")
+
+
+def test_the_verdict_on_a_log_without_requests_says_so():
+    found = Script().add("open", bytes=MIB, tier="hot").summary()
+    assert verdict(found, [])[0] == "No request is in the log."
