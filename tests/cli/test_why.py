@@ -135,3 +135,19 @@ def test_an_outline_that_cannot_be_read_is_none_and_no_error(damage, log, capsys
     for command in (["why", path, "later"], ["log", "summary", path], ["log", "request", "later", path]):
         assert run(command) == 0
     assert "unknown: the cache says: diverged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answer", [b"{}", b"[]", b"5", b'{"requests": 5}', b'{"requests": [5]}', b"<html>"])
+def test_an_address_of_another_server_is_one_sentence(answer, capsys):
+    class Other(Server):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert run(["why", "--url", f"http://127.0.0.1:{server.server_port}", "later"]) == 1
+        server.shutdown()
+    assert "check the address" in capsys.readouterr().err
