@@ -312,3 +312,12 @@ def test_a_file_that_is_no_log_gives_no_empty_report(verb, capsys, tmp_path, mon
     out, err = capsys.readouterr()
     assert out == ""
     assert "none of 2 lines is of a known log" in err
+
+
+def test_the_id_of_a_process_is_no_amount(capsys, tmp_path):
+    script = Script().request(1200, request="abc", process=13190)
+    (tmp_path / "one.jsonl").write_text(script.text(), encoding="utf-8")
+    assert run(["log", "request", "abc", str(tmp_path / "one.jsonl")]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"process +13190\n", out)
+    assert re.search(r"prompt_tokens +1,200\n", out)

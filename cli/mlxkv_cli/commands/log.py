@@ -145,7 +145,9 @@ def request(
     events = [each for each in events if each["event"] != "request"]
     fields = _plain(found, text=text)
     lines = [
-        f"{name:<18}{_short(value)}" for name, value in fields.items() if name not in ("event", "outline", "source")
+        f"{name:<18}{value if name == 'process' else _short(value)}"
+        for name, value in fields.items()
+        if name not in ("event", "outline", "source")
     ]
     if (outline := record_of(found).outline) is not None:
         lines += ["", *(_part_line(part) for part in outline.parts)]
