@@ -50,12 +50,11 @@ def _find(names: Sequence[str], request: str, advance: Advance | None) -> tuple[
     for event in LogReader().files(names, advance):
         if event.request is None or not event.request.startswith(request):
             continue
-        if event.event == "request":
+        whole = event.request == request  # it may come after any number that only begin so
+        if event.event == "request" and (whole or len(found) <= NEAREST):
             found[event.request] = event
-        elif event.event == "commit" and event.block is not None and len(committed) <= NEAREST:
+        elif event.event == "commit" and event.block is not None and (whole or len(committed) <= NEAREST):
             committed.setdefault(event.request, set()).add(event.block)
-        if len(found) > NEAREST:
-            break
     if request not in found and len(found) != 1:
         several = f"several begin with {request}: {', '.join(list(found)[:4])}" if found else f"no request {request}"
         raise UsageError(f"{several} in this log; `mlxkv log requests FILE` lists them.")

@@ -321,3 +321,12 @@ def test_the_id_of_a_process_is_no_amount(capsys, tmp_path):
     out = capsys.readouterr().out
     assert re.search(r"process +13190\n", out)
     assert re.search(r"prompt_tokens +1,200\n", out)
+
+
+def test_a_whole_id_is_found_behind_many_that_begin_with_it(ask, tmp_path):
+    script = Script()
+    for number in range(10, 30):
+        script.request(100, request=f"r1{number}")
+    (tmp_path / "many.jsonl").write_text(script.request(500, request="r1").text(), encoding="utf-8")
+    assert ask("log", "request", "r1", tmp_path / "many.jsonl")["request"]["prompt_tokens"] == 500
+    assert ask("why", tmp_path / "many.jsonl", "r1")["request"] == "r1"
