@@ -14,9 +14,11 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import cast
 
+from mlxkv.blocklog.events import seconds_of
 from mlxkv.core.errors import UsageError
 
 STDIN = "-"
@@ -26,7 +28,7 @@ _PROBE_BYTES = 64 * 2**10
 _GZIP = b"\x1f\x8b"
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]?")
 _BOM = b"\xef\xbb\xbf"
-_TIME = re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,]?\d*")
+_TIME = re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:\d\d)?")
 
 Content = gzip.GzipFile | io.BufferedReader
 Advance = Callable[[float], None]
@@ -203,10 +205,10 @@ class Cleaner:
 
 def _in_order(paths: Sequence[Path], read: Read) -> list[Path]:
     """The sources by the first time in them, without those whose beginning another one has too."""
-    kept: list[tuple[bytes, Path, bytes]] = []
+    kept: list[tuple[float, Path, bytes]] = []
     for path in paths:
         if is_pipe(path):  # what was looked at would be gone
-            kept.append((b"", path, b""))
+            kept.append((-inf, path, b""))
             continue
         try:
             with _opened(path) as (_, stream):
@@ -215,7 +217,8 @@ def _in_order(paths: Sequence[Path], read: Read) -> list[Path]:
             raise UsageError(f"{path} cannot be read ({error}); give another file.") from error
         twin = next((i for i, (_, _, other) in enumerate(kept) if _same_beginning(head, other)), None)
         time = _TIME.search(b" ".join(Cleaner().lines(head)))
-        row = (time[0].replace(b",", b".").replace(b"T", b" ") if time else b"~", path, head)
+        at = seconds_of(time[0].replace(b",", b".").decode()) if time else None
+        row = (inf if at is None else at, path, head)
         if twin is None:
             kept.append(row)
             continue

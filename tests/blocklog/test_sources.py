@@ -228,3 +228,10 @@ def test_a_compressed_file_that_is_cut_is_read_where_its_times_belong(tmp_path):
     times = [event["time"] for event in events(tmp_path / "log", tmp_path / "log.1.gz")]
     assert len(times) == 30
     assert times == sorted(times)
+
+
+def test_files_are_in_order_when_the_clocks_go_back(tmp_path):
+    times = {"log.1": "2026-10-25T02:50:00.000+02:00", "log": "2026-10-25T02:10:00.000+01:00"}
+    for name, time in times.items():
+        (tmp_path / name).write_text(json.dumps({"time": time, "event": "close"}) + "\n", encoding="utf-8")
+    assert [event["time"] for event in events(tmp_path / "log", tmp_path / "log.1")] == list(times.values())
