@@ -115,7 +115,8 @@ JSON_FIELDS: dict[str, dict[str, str]] = {
         "looked_up_tokens": "prompt tokens an index found, also where they could not be restored",
         "committed_blocks": "blocks published; beside it `committed_tails`, `committed_checkpoints`, `committed_bytes`",
         "restores": "reads from the SSD; beside it `restored_bytes`",
-        "evicted_blocks": "by tier; beside it `evicted_bytes`, `quarantined_blocks`, `dropped` (blocks by reason)",
+        "evicted_blocks": "by tier; `evicted_for_room` those of them that made room for others; beside it"
+        " `evicted_bytes`, `quarantined_blocks`, `dropped` (blocks by reason)",
         "written_blocks": "blocks written to the SSD; beside it `written_bytes`, `rewritten_bytes`"
         " and `write_amplification`, written bytes over those written for the first time",
         "reasons": "why matching stopped, most tokens first: `reason`, `requests`, `tokens`",

@@ -1,6 +1,6 @@
 """Every block of a log: when it was born, where it is, how often it was used, what it cost to write.
 
-Memory grows with the number of different blocks, about 400 B each; the summary is for logs of any size.
+Memory grows with the number of different blocks, about 700 B each; the summary is for logs of any size.
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from mlxkv.blocklog.events import Event
+from mlxkv.blocklog.outline import BLOCK_DIGITS
+from mlxkv.cache.names import BLOCK_TOKENS
 
 SORTS = ("born", "used", "hits", "bytes", "written", "chain")
 
@@ -48,9 +52,10 @@ class BlockRow:
 class BlockTable:
     """Follows blocks through a log. Owner: whoever reads it.
 
-    A hit is counted for every block of the chain a request restored: those before the first it committed itself, or
-    before the one it read last from the SSD. `distances` counts how many requests later a chain was used again, by its
-    last block.
+    A hit is counted for every full block of the chain a request restored: those before the first it committed itself,
+    or before the one it read last from the SSD. A request that did neither took all from memory; the digests in its
+    outline say which blocks, where an earlier outline had them, and without outlines it is not counted. `distances`
+    counts how many requests later a chain was used again, by its last block.
     """
 
     def __init__(self) -> None:
@@ -59,6 +64,8 @@ class BlockTable:
         self._anchors: dict[str, str] = {}
         self._used_by: dict[str, int] = {}
         self._made_by: dict[str, int] = {}
+        self._committed: dict[str, list[str]] = {}  # full blocks of requests that have not ended
+        self._outlined: dict[str, dict[str, str]] = {}  # root -> digest in an outline -> block
         self._requests = 0
 
     def add(self, event: Event) -> None:
@@ -100,6 +107,8 @@ class BlockTable:
         row.last_used = event.time
         if event.request is not None and event.parent is not None:
             self._anchors.setdefault(event.request, event.parent)
+        if event.request is not None and row.tokens == BLOCK_TOKENS:
+            self._committed.setdefault(event.request, []).append(event.block)
 
     def _row(self, event: Event) -> BlockRow:
         name = event.block or ""
@@ -132,6 +141,14 @@ class BlockTable:
     def _request(self, event: Event) -> None:
         self._requests += 1
         anchor = self._anchors.pop(event.request or "", None)
+        digests = _outlined_blocks(event)
+        outlined = self._outlined.setdefault(event.root or "", {}) if digests else {}
+        for name in self._committed.pop(event.request or "", ()):
+            if self.rows[name].index < len(digests):
+                outlined[digests[self.rows[name].index]] = name
+        whole = (event.hit_tokens or 0) // BLOCK_TOKENS
+        if anchor is None and 0 < whole <= len(digests):
+            anchor = outlined.get(digests[whole - 1])
         row = self.rows.get(anchor or "") if event.hit_tokens else None
         if row is not None:
             before = self._used_by.get(row.block) or self._made_by.get(row.request or "")
@@ -149,3 +166,23 @@ class BlockTable:
     def _used(row: BlockRow, time: str | None) -> None:
         row.hits += 1
         row.last_used = time
+
+
+class _Digests(msgspec.Struct):
+    """What is read of an outline here."""
+
+    blocks: str = ""
+
+
+_decode = msgspec.json.Decoder(_Digests).decode
+
+
+def _outlined_blocks(event: Event) -> list[str]:
+    """The digest of each full block of a request's prompt; none without an outline."""
+    if not bytes(event.outline):
+        return []
+    try:
+        blocks = _decode(event.outline).blocks
+    except msgspec.DecodeError:
+        return []
+    return [blocks[at : at + BLOCK_DIGITS] for at in range(0, len(blocks), BLOCK_DIGITS)]

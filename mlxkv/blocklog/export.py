@@ -147,8 +147,10 @@ def _created(path: Path) -> Path:
     """The path, when a file can be made there.
 
     Raises:
-        UsageError: its directory does not exist.
+        UsageError: its directory does not exist, or it is a directory.
     """
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory; name a file in it.")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"there is no directory {path.absolute().parent}; make it first.")
     return path

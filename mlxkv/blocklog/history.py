@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from mlxkv.blocklog.events import Event
 from mlxkv.blocklog.readers import LogReader
-from mlxkv.blocklog.sources import STDIN, Advance
+from mlxkv.blocklog.sources import Advance, need_files
 from mlxkv.blocklog.why import Gone, Record, shared
 from mlxkv.core.errors import UsageError
 
@@ -50,12 +50,11 @@ def _find(names: Sequence[str], request: str, advance: Advance | None) -> tuple[
     for event in LogReader().files(names, advance):
         if event.request is None or not event.request.startswith(request):
             continue
-        if event.event == "request":
+        whole = event.request == request  # it may come after any number that only begin so
+        if event.event == "request" and (whole or len(found) <= NEAREST):
             found[event.request] = event
-        elif event.event == "commit" and event.block is not None and len(committed) <= NEAREST:
+        elif event.event == "commit" and event.block is not None and (whole or len(committed) <= NEAREST):
             committed.setdefault(event.request, set()).add(event.block)
-        if len(found) > NEAREST:
-            break
     if request not in found and len(found) != 1:
         several = f"several begin with {request}: {', '.join(list(found)[:4])}" if found else f"no request {request}"
         raise UsageError(f"{several} in this log; `mlxkv log requests FILE` lists them.")
@@ -67,10 +66,9 @@ def read_history(names: Sequence[str], request: str, advance: Advance | None = N
     """Everything to explain a request from its log.
 
     Raises:
-        UsageError: as `find_request`; or the log is stdin, which cannot be read twice.
+        UsageError: as `find_request`; or the log is stdin or a pipe, which cannot be read twice.
     """
-    if STDIN in names:
-        raise UsageError("stdin cannot be read twice; give the log as a file.")
+    need_files(names)
     event, own = _find(names, request, advance)
     record = record_of(event)
     nearest: list[tuple[int, int, Record]] = []

@@ -91,13 +91,45 @@ def read_bodies(lines: Sequence[str] | Iterator[str]) -> Iterator[tuple[int, Bod
         if not line.strip():
             continue
         try:
-            body = json.loads(line)
-        except ValueError as error:
+            body = json.loads(line.removeprefix("\ufeff"))
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"line {number} is no JSON ({error}); write one request body a line.") from error
         inner = body.get("body", body) if isinstance(body, dict) else None  # the form of OpenAI's batch files
         if not isinstance(inner, dict) or not isinstance(inner.get("messages"), list) or not inner["messages"]:
             raise UsageError(f"line {number} has no list of messages; write OpenAI or Anthropic request bodies.")
+        if (wrong := _wrong(inner)) is not None:
+            raise UsageError(f"line {number} has {wrong}; write OpenAI or Anthropic request bodies.")
         yield number, inner
+
+
+def _wrong(body: Body) -> str | None:
+    """What neither API has, of the fields that are read here; None when there is no such thing."""
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        return "tools that are no list of objects"
+    if not all(isinstance(tool.get("function", {}), dict) for tool in tools):
+        return "a tool whose function is no object"
+    if any("input_schema" in tool and "function" not in tool and "name" not in tool for tool in tools):
+        return "a tool without a name"
+    if not isinstance(body.get(TEMPLATE_OPTIONS) or {}, dict):
+        return f"{TEMPLATE_OPTIONS} that are no object"
+    return next((wrong for message in body["messages"] if (wrong := _wrong_message(message)) is not None), None)
+
+
+def _wrong_message(message: Any) -> str | None:
+    if not isinstance(message, dict):
+        return "a message that is no object"
+    content, calls = message.get("content"), message.get("tool_calls") or []
+    if content is not None and not isinstance(content, str | list):
+        return "a message whose content is no text and no list"
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get("function", {}), dict) for call in calls
+    ):
+        return "tool calls that are no list of objects"
+    parts = content if isinstance(content, list) else []
+    if any(isinstance(part, dict) and part.get("type") == "tool_use" and "name" not in part for part in parts):
+        return "a tool use without a name"
+    return None
 
 
 def to_openai(body: Body) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:

@@ -23,6 +23,8 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
+import msgspec
+
 from mlxkv.cache.names import BLOCK_TOKEN_BYTES, BLOCK_TOKENS, TOKEN_BYTES, pack
 from mlxkv.core.platform import default_cache_dir
 from mlxkv.models.pieces import SPECIAL, token_pieces
@@ -92,20 +94,12 @@ class Outline:
 
     @classmethod
     def from_fields(cls, found: Mapping[str, Any]) -> Outline:
-        """The inverse of `to_fields`.
+        """The inverse of `to_fields`; fields it does not know are skipped.
 
         Raises:
-            KeyError, TypeError: a record of another make.
+            KeyError, TypeError, msgspec.ValidationError: no outline, or one of another make.
         """
-        return cls(
-            key=found["key"],
-            template=found["template"],
-            options=found["options"],
-            bos_tokens=found["bos_tokens"],
-            tools=tuple(found["tools"]),
-            parts=tuple(Part(**{"index": None, **part}) for part in found["parts"]),
-            blocks=found["blocks"],
-        )
+        return msgspec.convert({**found, "parts": [{"index": None, **part} for part in found["parts"]]}, cls)
 
     @property
     def prompt_tokens(self) -> int:

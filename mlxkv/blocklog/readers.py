@@ -70,6 +70,8 @@ class LogReader:
                 except torn:
                     yield from self._torn(line)
                     continue
+                if event.detail is not None or event.source != "mlxkv":
+                    event.detail, event.source = None, "mlxkv"  # set by readers only; no fields of mlxkv's own lines
                 known += 1
                 yield event
             elif self._half:
@@ -87,15 +89,13 @@ class LogReader:
     def finish(self) -> Iterator[Event]:
         """What was still waiting for a next line."""
         yield from self._give_up()
-        if self._half:
-            self.torn_lines += len(self._half)
-            self._half = []
+        self._cut()
         yield from self._omlx.finish()
         yield from self._mlx_lm.finish()
 
     def _text(self, line: bytes) -> Sequence[Event]:
         """One line that is no JSON: a record of oMLX or mlx_lm, or the rest of one."""
-        if line[23:26] == b" - " and line[4:5] == b"-" and line[19:20] == b",":
+        if _framed(line):
             self.lines += 1
             self._continued = 0
             before = self._give_up() if self._waiting is not None else ()
@@ -166,9 +166,8 @@ class LogReader:
 
     def _torn(self, line: bytes) -> Iterator[Event]:
         """A line that is no whole JSON: the next ones may be the rest of it."""
-        if self._half and line.startswith(_JSON):  # a new one begins, so the one before stays cut
-            self.torn_lines += len(self._half)
-            self._half = []
+        if self._half and _begins(line):  # another record, so the one before stays cut
+            self._cut()
             yield from self.events([line])
             return
         self._half.append(line)
@@ -177,13 +176,39 @@ class LogReader:
                 event = self._decode(glue.join(part.strip(b"> \t") if i else part for i, part in enumerate(self._half)))
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue
+            event.detail, event.source = None, "mlxkv"
             self.lines += len(self._half)
             self.continued_lines += len(self._half) - 1
             self.records["mlxkv"] += 1
             self._half = []
             yield event
             return
-        if len(self._half) > _CONTINUED_LINES or sum(map(len, self._half)) > _WRAPPED_BYTES:
-            self.torn_lines += len(self._half)
-            self.lines += len(self._half)
-            self._half = []
+        if len(self._half) > _CONTINUED_LINES or sum(map(len, self._half)) > _WRAPPED_BYTES or _is_json(line):
+            self._cut()
+
+    def _cut(self) -> None:
+        """Count what looked like a part of an event and was none."""
+        self.torn_lines += len(self._half)
+        self.lines += len(self._half)
+        self._half = []
+
+
+def _framed(line: bytes) -> bool:
+    """Whether a line begins as records of oMLX and mlx_lm do: a time with milliseconds, then a dash."""
+    return line[23:26] == b" - " and line[4:5] == b"-" and line[19:20] == b","
+
+
+def _begins(line: bytes) -> bool:
+    """Whether a line is a record of its own, not the rest of one that was cut."""
+    return line.startswith(_JSON) or _framed(line) or _is_json(line)
+
+
+def _is_json(line: bytes) -> bool:
+    """Whether a line is a whole JSON object, an event or another program's."""
+    if line[:1] != b"{" or not line.endswith(b"}"):
+        return False
+    try:
+        msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return True

@@ -14,9 +14,11 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import cast
 
+from mlxkv.blocklog.events import seconds_of
 from mlxkv.core.errors import UsageError
 
 STDIN = "-"
@@ -26,7 +28,7 @@ _PROBE_BYTES = 64 * 2**10
 _GZIP = b"\x1f\x8b"
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]?")
 _BOM = b"\xef\xbb\xbf"
-_TIME = re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,]?\d*")
+_TIME = re.compile(rb"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:\d\d)?")
 
 Content = gzip.GzipFile | io.BufferedReader
 Advance = Callable[[float], None]
@@ -70,9 +72,24 @@ def _looks_like_a_log(name: str) -> bool:
     return not name.startswith(".") and re.search(r"\.(log|jsonl|ndjson|txt)(\.|$)", name) is not None
 
 
+def is_pipe(path: Path) -> bool:
+    """Whether a source can be read once only: stdin, a named pipe, a shell's `<(command)`."""
+    return str(path) == STDIN or not path.is_file()
+
+
+def need_files(names: Sequence[str]) -> None:
+    """Nothing, when every source can be read more than once.
+
+    Raises:
+        UsageError: one is stdin or a pipe; or as `find_files`.
+    """
+    if any(is_pipe(path) for path in find_files(names)):
+        raise UsageError("stdin and pipes cannot be read twice; give the log as a file.")
+
+
 def total_bytes(paths: Sequence[Path]) -> int | None:
-    """Bytes of all files on the disk; None when one is stdin."""
-    return None if Path(STDIN) in paths else sum(path.stat().st_size for path in paths)
+    """Bytes of all files on the disk; None when one is stdin or a pipe."""
+    return None if any(map(is_pipe, paths)) else sum(path.stat().st_size for path in paths)
 
 
 def pieces(paths: Sequence[Path], read: Read, advance: Advance | None = None) -> Iterator[list[bytes]]:
@@ -171,6 +188,9 @@ class Cleaner:
             if line:
                 self._big_endian = None
             return line
+        bare = line.strip(b"\0")
+        if self._big_endian is None and len(bare) > 1 and b"\0" not in bare:
+            return bare  # a file system's padding, after a power cut
         if line.startswith((b"\xff\xfe", b"\xfe\xff")):
             self._big_endian = line.startswith(b"\xfe\xff")
         elif self._big_endian is None:
@@ -185,21 +205,20 @@ class Cleaner:
 
 def _in_order(paths: Sequence[Path], read: Read) -> list[Path]:
     """The sources by the first time in them, without those whose beginning another one has too."""
-    kept: list[tuple[bytes, Path, bytes]] = []
+    kept: list[tuple[float, Path, bytes]] = []
     for path in paths:
-        if str(path) == STDIN:
-            kept.append((b"", path, b""))
+        if is_pipe(path):  # what was looked at would be gone
+            kept.append((-inf, path, b""))
             continue
         try:
             with _opened(path) as (_, stream):
-                head = stream.read(_PROBE_BYTES)
-        except EOFError:
-            head = b""  # compressed, and cut short: read it by itself
+                head = _head(stream)
         except (OSError, zlib.error) as error:
             raise UsageError(f"{path} cannot be read ({error}); give another file.") from error
         twin = next((i for i, (_, _, other) in enumerate(kept) if _same_beginning(head, other)), None)
         time = _TIME.search(b" ".join(Cleaner().lines(head)))
-        row = (time[0].replace(b",", b".").replace(b"T", b" ") if time else b"~", path, head)
+        at = seconds_of(time[0].replace(b",", b".").decode()) if time else None
+        row = (inf if at is None else at, path, head)
         if twin is None:
             kept.append(row)
             continue
@@ -207,6 +226,20 @@ def _in_order(paths: Sequence[Path], read: Read) -> list[Path]:
         read.duplicates.append(str(row[1] if longer is kept[twin] else kept[twin][1]))
         kept[twin] = longer
     return [path for _, path, _ in sorted(kept, key=lambda row: row[0])]
+
+
+def _head(stream: Content) -> bytes:
+    """The first bytes of a source; fewer where it is compressed and cut short."""
+    head = b""
+    while len(head) < _PROBE_BYTES:
+        try:
+            piece = stream.read1(_PROBE_BYTES - len(head))
+        except EOFError:
+            break
+        if not piece:
+            break
+        head += piece
+    return head
 
 
 def _same_beginning(a: bytes, b: bytes) -> bool:

@@ -40,11 +40,16 @@ class Quantiles:
             self._values[at] = value
 
     def at(self, share: float) -> float | None:
-        """The value that `share` of all are at or below; None without any."""
+        """The value below which `share` of all lie, between two neighbours in proportion; None without any.
+
+        0.5 is the median: of an even number of values the mean of the middle two.
+        """
         if not self._values:
             return None
         ordered = sorted(self._values)
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+        below, part = divmod(share * (len(ordered) - 1), 1)
+        low, high = ordered[int(below)], ordered[min(int(below) + 1, len(ordered) - 1)]
+        return low + (high - low) * part
 
 
 @dataclass
@@ -158,6 +163,7 @@ class Summary:
     committed_bytes: int = 0
     restores: int = 0
     evicted_blocks: Counter[str] = field(default_factory=Counter)
+    evicted_for_room: Counter[str] = field(default_factory=Counter)
     evicted_bytes: int = 0
     quarantined_blocks: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -283,6 +289,7 @@ class Summarizer:
         found, nbytes = self.summary, event.bytes or 0
         tier = event.tier or "cold"
         found.evicted_blocks[tier] += 1
+        found.evicted_for_room[tier] += event.reason in ("budget", None)
         found.evicted_bytes += nbytes
         (self._hot_tier(event) if tier == "hot" else self._cold).move(-nbytes)
 

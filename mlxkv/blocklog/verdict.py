@@ -10,6 +10,7 @@ from mlxkv.core.units import format_bytes
 
 THRASH_SHARE = 0.05  # of the computed tokens were held once and evicted
 UNSTABLE_SHARE = 0.25  # of the computed tokens come after a difference from what is held
+UNSTABLE = "unstable prefix"
 FULL_SHARE = 0.98
 REWRITTEN = 1.2
 _LAYERS = ("ArraysCache", "RotatingKVCache", "CacheList", "walk-back", "Rejecting split-GDN", "Ignoring structurally",
@@ -51,7 +52,9 @@ def find_trouble(found: Summary, levels: set[str]) -> list[Trouble]:
 
 def verdict(found: Summary, trouble: list[Trouble]) -> tuple[str, str, str]:
     """What was reused, where the rest went, and the one change that would save most."""
-    if found.hit_share is None:
+    if not found.requests:
+        first = "No request is in the log."
+    elif found.hit_share is None:
         first = f"{counted(found.requests, 'request')}, and the log does not say what they reused."
     else:
         first = (
@@ -61,9 +64,9 @@ def verdict(found: Summary, trouble: list[Trouble]) -> tuple[str, str, str]:
     lost = [(reason, each) for reason, each in found.lost() if each.tokens]
     if lost:
         reason, most = lost[0]
-        second = (
-            f"Most were computed because of: {reason} ({most.tokens:,} tokens in {counted(most.requests, 'request')})."
-        )
+        lead = "Most were" if 2 * most.tokens > found.computed_tokens else "The largest part was"
+        where = f"{most.tokens:,} tokens in {counted(most.requests, 'request')}"
+        second = f"{lead} computed because of: {reason} ({where})."
     else:
         second = "Nothing was computed that could have been reused." if found.reasons else "No reason is known."
     return first, second, _best_change(found, trouble)
@@ -76,7 +79,10 @@ def _best_change(found: Summary, trouble: list[Trouble]) -> str:
         if cause != "unknown" and not ADVICE[cause].startswith("Nothing")
     ]
     worst = next((each for each in trouble if each.tokens), None)
-    if causes and causes[0][1].tokens >= (worst.tokens if worst else 1) * UNSTABLE_SHARE:
+    needed = worst.tokens if worst is not None else 1
+    if worst is not None and worst.name == UNSTABLE:  # its causes are its parts, and say better what to change
+        needed = int(needed * UNSTABLE_SHARE)
+    if causes and causes[0][1].tokens >= needed:
         cause, each = causes[0]
         return f"What would save most ({each.tokens:,} tokens, {cause}): {ADVICE[cause]}"
     if worst is not None:
@@ -111,7 +117,7 @@ def _unstable(found: Summary) -> list[Trouble]:
     if requests < 2 or tokens <= UNSTABLE_SHARE * found.computed_tokens:
         return []
     seen = f"{counted(requests, 'request')} left what was held, {tokens:,} tokens were computed after that"
-    return [Trouble("unstable prefix", seen, "See where: mlxkv why FILE ID, or mlxkv lint before a deploy.", tokens)]
+    return [Trouble(UNSTABLE, seen, "See where: mlxkv why FILE ID, or mlxkv lint before a deploy.", tokens)]
 
 
 def _off(found: Summary) -> list[Trouble]:
@@ -125,8 +131,9 @@ def _off(found: Summary) -> list[Trouble]:
 def _full(found: Summary) -> list[Trouble]:
     full = []
     for name, tier in found.tiers.items():
-        evicted = found.evicted_blocks.get(name, 0)
-        if tier.budget_bytes and evicted and tier.peak_bytes >= FULL_SHARE * tier.budget_bytes:
+        evicted = found.evicted_for_room.get(name, 0)
+        filled = tier.peak_bytes >= FULL_SHARE * (tier.budget_bytes or 0)  # of the SSD, what it held before is unknown
+        if tier.budget_bytes and evicted and (filled or name == "cold"):
             seen = f"{name} was full ({format_bytes(tier.budget_bytes)}) and evicted {counted(evicted, 'block')}"
             full.append(Trouble("budget too small", seen, f"Raise {_room(found, name)}."))
     return full

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
+import msgspec
+
 from mlxkv.blocklog.outline import Outline, Part, shared_tokens
 from mlxkv.cache.names import BLOCK_TOKENS, common_tokens
 
@@ -82,19 +84,30 @@ class Record:
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Record:
-        """From a `request` event as the block log and `GET /v1/cache/requests` have it."""
-        outline = found.get("outline")
+        """From a `request` event as the block log and `GET /v1/cache/requests` have it.
+
+        An outline that cannot be read, of another version or damaged, is none.
+        """
         return cls(
-            request=str(found["request"]),
+            request=str(found.get("request", "")),
             time=_iso(found.get("time")),
             model=found.get("model"),
             root=found.get("root"),
             prompt_tokens=found.get("prompt_tokens") or 0,
             matched_tokens=found.get("matched_tokens") or 0,
             reason=found.get("reason"),
-            outline=None if outline is None else Outline.from_fields(outline),
+            outline=_outline(found.get("outline")),
             text=found.get("text"),
         )
+
+
+def _outline(found: Any) -> Outline | None:
+    if found is None:
+        return None
+    try:
+        return Outline.from_fields(found)
+    except (KeyError, TypeError, msgspec.ValidationError):
+        return None
 
 
 def _iso(time: str | float | None) -> str | None:
@@ -242,7 +255,7 @@ def _cause(record: Record, near: Record | None, token: int, latest: int, gone: S
         return "uncached", reason
     if gone and reason == "never seen":  # held once, and forgotten so long ago that the cache does not know
         return "evicted", _last_gone(gone)
-    if near is None and record.matched_tokens < BLOCK_TOKENS:
+    if near is None and mine is not None and record.matched_tokens < BLOCK_TOKENS:
         return "new text", "no earlier request is known that shares a block, a message or a tool"
     if near is not None and (least := shared(record, near)[0]) >= token + BLOCK_TOKENS:
         return "not held", f"both prompts share {least} tokens or more, and {token} were held"

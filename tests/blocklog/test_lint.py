@@ -163,3 +163,30 @@ def test_a_batch_file_of_openai_is_read_too():
 def test_messages_the_template_refuses_are_named_by_their_line():
     with pytest.raises(UsageError, match="line 1: "):
         report_of([{"messages": [say("user", "no")]}], "{{ raise_exception('never') }}")
+
+
+SAID = {"role": "user", "content": "Which way?"}
+
+
+@pytest.mark.parametrize(
+    ("body", "wrong"),
+    [
+        ({"messages": [SAID, 2]}, "a message that is no object"),
+        ({"messages": [say("user", 5)]}, "content is no text"),
+        ({"messages": [say("assistant", "", tool_calls=5)]}, "tool calls"),
+        ({"messages": [say("assistant", "", tool_calls=[5])]}, "tool calls"),
+        ({"messages": [say("assistant", [{"type": "tool_use", "id": "1"}])]}, "a tool use without a name"),
+        ({"messages": [SAID], "tools": 5}, "tools that are no list"),
+        ({"messages": [SAID], "tools": [5]}, "tools that are no list"),
+        ({"messages": [SAID], "tools": [{"function": 5}]}, "function is no object"),
+        ({"messages": [SAID], "tools": [{"input_schema": {}}]}, "a tool without a name"),
+        ({"messages": [SAID], "chat_template_kwargs": "no"}, "chat_template_kwargs"),
+    ],
+)
+def test_a_body_of_neither_api_is_one_sentence_with_its_line(body, wrong):
+    with pytest.raises(UsageError, match=f"line 2 has .*{wrong}"):
+        report_of([{"messages": [SAID]}, body])
+
+
+def test_a_mark_of_byte_order_before_the_first_body_is_no_error():
+    assert [number for number, _ in read_bodies(iter(["\ufeff" + json.dumps({"messages": [SAID]})]))] == [1]

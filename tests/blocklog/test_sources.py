@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import threading
 
 import pytest
 
@@ -54,6 +56,7 @@ STORED = {
     "colours in UTF-16": COLOURED.encode("utf-16-le"),
     "a progress bar before a line": TEXT.replace("\n", "\n 10%\r 99%\r", 1).encode(),
     "no newline at the end": TEXT.rstrip("\n").encode(),
+    "NULs where the power was cut": TEXT.replace("\n", "\n" + "\0" * 501, 3).encode() + b"\0" * 64,
     "compressed": gzip.compress(TEXT.encode()),
     "behind another program's prefix": "".join(f"web-1  | {each}\n" for each in LINES).encode(),
     "wrapped when pasted": "".join(f"{each[:70]}\n{each[70:140]}\n  {each[140:]}\n" for each in LINES).encode(),
@@ -186,3 +189,49 @@ def test_progress_adds_up_to_the_bytes_on_the_disk(tmp_path):
     paths = [tmp_path / "a.log", tmp_path / "b.log.gz"]
     list(LogReader().files([str(path) for path in paths], seen.append))
     assert sum(seen) == sources.total_bytes(paths)
+
+
+def test_a_named_pipe_is_read_from_its_first_byte(tmp_path):
+    text = "".join(request(i) + "\n" for i in range(2_000))
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(text,), daemon=True)
+    writer.start()
+    assert [event["request"] for event in events(tmp_path / "pipe")] == [f"r{i}" for i in range(2_000)]
+    writer.join()
+
+
+def test_a_pipe_has_no_known_size_and_is_refused_where_it_must_be_read_twice(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert sources.total_bytes([tmp_path / "pipe"]) is None
+    for name in (str(tmp_path / "pipe"), "-"):
+        with pytest.raises(UsageError, match="cannot be read twice"):
+            sources.need_files([name])
+
+
+@pytest.mark.parametrize("stray", ['{"level":"info","message":"of another program"}', "{", '{"time":"2026-11-30T19:1'])
+def test_a_line_that_is_no_event_costs_none_of_the_records_behind_it(stray, tmp_path):
+    header = "2026-11-30 19:00:00,000 - omlx.cache.prefix_cache - DEBUG - [-] - "
+    omlx = [f"{header}Cache miss for r{i}" for i in range(5)]
+    other_order = [json.dumps(dict(sorted(json.loads(request(i)).items()))) for i in range(7, 9)]
+    (tmp_path / "log").write_text(
+        "\n".join([*omlx[:2], stray, *omlx[2:], stray, *other_order]) + "\n", encoding="utf-8"
+    )
+    reader = LogReader()
+    found = [event["request"] for event in events(tmp_path / "log", reader=reader)]
+    assert sorted(found) == ["r0", "r1", "r2", "r3", "r4", "r7", "r8"]
+    assert (reader.lines, reader.torn_lines) == (9, 2)
+
+
+def test_a_compressed_file_that_is_cut_is_read_where_its_times_belong(tmp_path):
+    (tmp_path / "log").write_text("".join(f"{each}\n" for each in LINES[20:]), encoding="utf-8")
+    (tmp_path / "log.1.gz").write_bytes(gzip.compress("".join(f"{each}\n" for each in LINES[:20]).encode())[:-5])
+    times = [event["time"] for event in events(tmp_path / "log", tmp_path / "log.1.gz")]
+    assert len(times) == 30
+    assert times == sorted(times)
+
+
+def test_files_are_in_order_when_the_clocks_go_back(tmp_path):
+    times = {"log.1": "2026-10-25T02:50:00.000+02:00", "log": "2026-10-25T02:10:00.000+01:00"}
+    for name, time in times.items():
+        (tmp_path / name).write_text(json.dumps({"time": time, "event": "close"}) + "\n", encoding="utf-8")
+    assert [event["time"] for event in events(tmp_path / "log", tmp_path / "log.1")] == list(times.values())

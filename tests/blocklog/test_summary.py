@@ -1,13 +1,14 @@
 """The summary of mlxkv's own log is what was counted another way, and its verdict names what was planted."""
 
 import json
+import statistics
 from collections import Counter
 
 import pytest
 from logs import Script, a_day
 
 from mlxkv.blocklog.readers import LogReader
-from mlxkv.blocklog.summary import BINS, SAMPLES, Bins, Quantiles, Summarizer
+from mlxkv.blocklog.summary import BINS, SAMPLES, Bins, Lost, Quantiles, Summarizer
 from mlxkv.blocklog.verdict import find_trouble, verdict
 from mlxkv.core.units import MIB
 
@@ -54,8 +55,18 @@ def test_time_to_first_token_goes_by_what_was_reused():
     assert {name: sample.count for name, sample in found.ttft.items()} == {
         "reused": 100, "computed": 100, "partly reused": 100
     }  # fmt: skip
-    assert found.ttft["reused"].at(0.5) == 0.5
-    assert found.ttft["computed"].at(0.95) == 1.95
+    assert found.ttft["reused"].at(0.5) == pytest.approx(statistics.median(i / 100 for i in range(100)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 19, 20, 21, 100])
+def test_median_and_95th_percentile_are_those_of_the_standard_library(count):
+    values = [(i * 7919 % 1009) / 100 for i in range(count)]
+    sample = Quantiles()
+    for value in values:
+        sample.add(value)
+    assert sample.at(0.5) == pytest.approx(statistics.median(values))
+    if count > 1:
+        assert sample.at(0.95) == pytest.approx(statistics.quantiles(values, n=20, method="inclusive")[18])
 
 
 def test_fill_is_what_went_in_less_what_went_out():
@@ -147,3 +158,38 @@ def test_adding_in_two_goes_is_adding_at_once():
     twice = summarizer.add_all(events[50:])
     assert twice.prompt_tokens == log.summary().prompt_tokens
     assert twice.tiers == log.summary().tiers
+
+
+def test_blocks_that_a_user_deleted_are_no_sign_of_a_small_budget():
+    log = Script().add("open", bytes=2 * MIB, tier="hot").block("a").block("b")
+    log.block("a", "evict", reason="prune").block("b", "evict", reason="parent gone")
+    assert log.trouble() == {}
+    assert log.summary().evicted_blocks == {"hot": 2}
+    assert "budget too small" in log.block("c").block("c", "evict", reason="budget").trouble()
+
+
+def test_an_ssd_that_was_full_before_the_log_began_is_a_small_budget():
+    log = Script().add("open", bytes=64 * MIB, tier="cold")
+    for old, new in ("ab", "cd"):
+        log.block(old, "evict", tier="cold", reason="budget").block(new, "offload", tier="cold")
+    assert "evicted 2 blocks" in log.trouble()["budget too small"].seen
+
+
+def test_the_change_that_would_save_most_is_the_one_with_most_tokens():
+    log = Script().request(1000, hot=100, reason="evicted").request(1000, hot=100, reason="evicted")
+    for tokens, name in ((700, "thrash"), (1900, "date or counter")):
+        found = log.summary()
+        found.causes["date or counter"] = Lost(1, tokens)
+        assert f", {name})" in verdict(found, find_trouble(found, set()))[2]
+
+
+@pytest.mark.parametrize(("never_seen", "says"), [(600, "Most were computed"), (400, "The largest part was computed")])
+def test_the_verdict_says_most_of_more_than_half_only(never_seen, says):
+    log = Script().request(never_seen).request(300, reason="evicted").request(250, reason="damaged")
+    found = log.summary()
+    assert verdict(found, find_trouble(found, set()))[1].startswith(f"{says} because of: never seen")
+
+
+def test_the_verdict_on_a_log_without_requests_says_so():
+    found = Script().add("open", bytes=MIB, tier="hot").summary()
+    assert verdict(found, [])[0] == "No request is in the log."

@@ -263,3 +263,70 @@ def test_what_a_log_says_cannot_steer_the_terminal(tmp_path):
     assert "\\x1b[2J" in shown
     for code in ("\x1b[2J", "\x1b]0;", "\x1b[31m"):
         assert code not in shown
+
+
+def test_what_needs_two_passes_refuses_stdin_in_place_of_leaving_half_out(capsys, tmp_path):
+    for arguments in (["request", "r1", "-"], ["export", "-", "--csv", f"{tmp_path}/r", "--html", f"{tmp_path}/h"]):
+        assert run(["log", *arguments]) == 2
+        assert "cannot be read twice" in capsys.readouterr().err
+
+
+def test_a_log_with_only_a_torn_line_is_not_called_empty(capsys, tmp_path):
+    (tmp_path / "torn.jsonl").write_text('{"time":"2026-11-3', encoding="utf-8")
+    assert run(["log", "summary", str(tmp_path / "torn.jsonl")]) == 2
+    assert "none of 1 lines is of a known log" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--csv", "--parquet", "--html"])
+def test_an_export_never_writes_over_the_log_it_reads(option, capsys, day, tmp_path):
+    before = day.read_bytes()
+    (tmp_path / "link.csv").symlink_to(day)
+    for given, output in ((day, day), (tmp_path, day), (day, tmp_path / "link.csv"), (day, tmp_path / "." / day.name)):
+        assert run(["log", "export", str(given), option, str(output)]) == 2
+        assert "is the log itself" in capsys.readouterr().err
+        assert day.read_bytes() == before
+
+
+def test_an_export_into_a_directory_or_twice_into_one_file_is_one_sentence(capsys, day, tmp_path):
+    assert run(["log", "export", str(day), "--csv", str(tmp_path)]) == 2
+    assert "is a directory" in capsys.readouterr().err
+    assert run(["log", "export", str(day), "--csv", str(tmp_path / "a"), "--html", str(tmp_path / "a")]) == 2
+    assert "give each its own name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("event", ["geometry", "scan", "boundary", "request"])
+@pytest.mark.parametrize("detail", [{}, {"unstored_tokens": "x", "scanned": None, "layers": 3}])
+def test_fields_that_only_readers_set_are_not_taken_from_a_line(event, detail, ask, tmp_path):
+    script = Script().request(100).add(event, detail=detail, source="oMLX", prompt_tokens=7)
+    (tmp_path / "odd.jsonl").write_text(script.text(), encoding="utf-8")
+    assert ask("log", "summary", tmp_path / "odd.jsonl")["sources"] in ({"mlxkv": 1}, {"mlxkv": 2})
+    assert run(["log", "summary", str(tmp_path / "odd.jsonl")]) == 0
+    assert run(["log", "export", str(tmp_path / "odd.jsonl"), "--html", str(tmp_path / "o.html")]) == 0
+
+
+@pytest.mark.parametrize("verb", [["summary"], ["blocks"], ["requests", "--json"], ["export", "--csv", "out.csv"]])
+def test_a_file_that_is_no_log_gives_no_empty_report(verb, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("milk\neggs\n", encoding="utf-8")
+    assert run(["log", *verb, "notes.txt"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "none of 2 lines is of a known log" in err
+
+
+def test_the_id_of_a_process_is_no_amount(capsys, tmp_path):
+    script = Script().request(1200, request="abc", process=13190)
+    (tmp_path / "one.jsonl").write_text(script.text(), encoding="utf-8")
+    assert run(["log", "request", "abc", str(tmp_path / "one.jsonl")]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"process +13190\n", out)
+    assert re.search(r"prompt_tokens +1,200\n", out)
+
+
+def test_a_whole_id_is_found_behind_many_that_begin_with_it(ask, tmp_path):
+    script = Script()
+    for number in range(10, 30):
+        script.request(100, request=f"r1{number}")
+    (tmp_path / "many.jsonl").write_text(script.request(500, request="r1").text(), encoding="utf-8")
+    assert ask("log", "request", "r1", tmp_path / "many.jsonl")["request"]["prompt_tokens"] == 500
+    assert ask("why", tmp_path / "many.jsonl", "r1")["request"] == "r1"

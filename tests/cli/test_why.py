@@ -110,3 +110,44 @@ def test_a_server_that_refuses_or_is_not_there_is_one_sentence(url, capsys):
     assert run(["why", "--url", "http://127.0.0.1:9", "later"]) == 1
     assert "check the address and the key" in capsys.readouterr().err
     assert run(["why", "--url", url, "a file", "later"]) == 2
+
+
+def test_an_outline_of_a_later_version_is_compared_by_the_fields_that_are_known(log, capsys):
+    lines = two()
+    for line in lines:
+        line["outline"]["made_by"] = "a later version"
+        line["outline"]["parts"] = [part | {"colour": "red"} for part in line["outline"]["parts"]]
+    path = log(lines)
+    assert run(["why", path, "later", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cause"] == "date or counter"
+    assert run(["log", "summary", path, "--json"]) == 0
+    assert [each["cause"] for each in json.loads(capsys.readouterr().out)["causes"]] == ["date or counter", "new text"]
+
+
+@pytest.mark.parametrize(
+    "damage", [{}, 5, [1], {"parts": 5}, {"parts": [7]}, {"key": None, "parts": [{"role": "user"}]}]
+)
+def test_an_outline_that_cannot_be_read_is_none_and_no_error(damage, log, capsys):
+    lines = two()
+    lines[1]["outline"] = damage
+    nameless = {name: value for name, value in lines[0].items() if name != "request"}
+    path = log([nameless, *lines])
+    for command in (["why", path, "later"], ["log", "summary", path], ["log", "request", "later", path]):
+        assert run(command) == 0
+    assert "unknown: the cache says: diverged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answer", [b"{}", b"[]", b"5", b'{"requests": 5}', b'{"requests": [5]}', b"<html>"])
+def test_an_address_of_another_server_is_one_sentence(answer, capsys):
+    class Other(Server):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert run(["why", "--url", f"http://127.0.0.1:{server.server_port}", "later"]) == 1
+        server.shutdown()
+    assert "check the address" in capsys.readouterr().err

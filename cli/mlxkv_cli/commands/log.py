@@ -19,6 +19,7 @@ from mlxkv_cli.output import Output
 
 if TYPE_CHECKING:
     from mlxkv.blocklog.events import Event
+    from mlxkv.blocklog.outline import Part
     from mlxkv.blocklog.readers import LogReader
     from mlxkv.blocklog.sources import Advance
     from mlxkv.blocklog.summary import Summary
@@ -45,10 +46,7 @@ def summary(files: Files, as_json: Json = False) -> None:
         found = summarize(reader, reader.files(files, advance))
     if not reader.lines:
         raise UsageError("the log is empty; give one with lines in it.")
-    if not reader.records.total():
-        raise UsageError(
-            f"none of {reader.lines:,} lines is of a known log; give a block log, or one of oMLX or mlx_lm.server."
-        )
+    _check_known(reader)
     trouble = find_trouble(found, reader.levels)
     said = verdict(found, trouble)
     page = summary_page(found, reader, trouble, said, _exact_bytes(found))
@@ -80,10 +78,11 @@ def blocks(
     if sort not in SORTS:
         raise UsageError(f"--sort {sort} is not known; take one of {', '.join(SORTS)}.")
     output = Output(json=as_json)
-    table = BlockTable()
+    table, reader = BlockTable(), LogReader()
     with _reading(output, files) as advance:
-        for event in LogReader().files(files, advance):
+        for event in reader.files(files, advance):
             table.add(event)
+    _check_known(reader)
     most = (0 if as_json else SHOWN_BLOCKS) if top is None else top
     rows = [row.to_fields() for row in table.chosen(chain=chain, sort=sort, top=most)]
     output.result(
@@ -110,13 +109,14 @@ def requests(
 
     output = Output(json=as_json)
     most = (0 if as_json else SHOWN_REQUESTS) if last is None else last
-    count = 0
+    count, reader = 0, LogReader()
     kept: deque[Event] = deque(maxlen=most or None)
     with _reading(output, files) as advance:
-        for event in LogReader().files(files, advance):
+        for event in reader.files(files, advance):
             if event.event == "request":
                 count += 1
                 kept.append(event)
+    _check_known(reader)
     shown = requests_table(list(kept), output.width) if kept else "No requests in this log."
     output.result(shown, requests=[_plain(event) for event in kept], count=count)
     if not as_json and len(kept) < count:
@@ -131,10 +131,12 @@ def request(
     as_json: Json = False,
 ) -> None:
     """Everything the log says of one request, with the blocks it committed and restored."""
-    from mlxkv.blocklog.history import find_request
+    from mlxkv.blocklog.history import find_request, record_of
     from mlxkv.blocklog.readers import LogReader
+    from mlxkv.blocklog.sources import need_files
 
     output = Output(json=as_json)
+    need_files(files)
     with _reading(output, files) as advance:
         found = find_request(files, request_id, advance)
     events = [
@@ -143,10 +145,12 @@ def request(
     events = [each for each in events if each["event"] != "request"]
     fields = _plain(found, text=text)
     lines = [
-        f"{name:<18}{_short(value)}" for name, value in fields.items() if name not in ("event", "outline", "source")
+        f"{name:<18}{value if name == 'process' else _short(value)}"
+        for name, value in fields.items()
+        if name not in ("event", "outline", "source")
     ]
-    if "outline" in fields:
-        lines += ["", *(_part_line(part) for part in fields["outline"]["parts"])]
+    if (outline := record_of(found).outline) is not None:
+        lines += ["", *(_part_line(part) for part in outline.parts)]
     if events:
         lines += ["", *(_event_line(each) for each in events)]
     output.result("\n".join(lines), request=fields, events=events)
@@ -205,17 +209,27 @@ def export(
     """Write the log for other tools: requests as CSV, events as Parquet, a page as HTML. No prompt text in any."""
     from mlxkv.blocklog.export import write_csv, write_html, write_parquet
     from mlxkv.blocklog.readers import LogReader
+    from mlxkv.blocklog.sources import find_files, need_files
 
     output = Output(json=as_json)
     writers = [(csv, write_csv), (parquet, write_parquet), (html, write_html)]
     if not any(path for path, _ in writers):
         raise UsageError("nothing to write; add --csv OUT, --parquet OUT or --html OUT.")
+    outputs = [path.resolve() for path, _ in writers if path is not None]
+    if len(set(outputs)) < len(outputs):
+        raise UsageError("two of the outputs are one file; give each its own name.")
+    for source in find_files(files):
+        if source.resolve() in outputs:
+            raise UsageError(f"{source} is the log itself and would be lost; give the output another name.")
+    if len(outputs) > 1:
+        need_files(files)
     written = []
     for path, write in writers:
         if path is not None:
             reader = LogReader()
             with _reading(output, files) as advance:
                 rows = write(reader, reader.files(files, advance), path)
+            _check_known(reader)
             written.append({"file": path, "rows": rows, "bytes": path.stat().st_size})
     lines = [f"{each['file']}: {each['rows']:,} rows, {each['bytes']:,} B" for each in written]
     output.result("\n".join(lines), written=written)
@@ -228,6 +242,18 @@ def _reading(output: Output, files: list[str]) -> Iterator[Advance]:
 
     with output.progress("reading", total=total_bytes(find_files(files))) as advance:
         yield advance
+
+
+def _check_known(reader: LogReader) -> None:
+    """Nothing, when a line was understood or there is none.
+
+    Raises:
+        UsageError: the files are something else.
+    """
+    if reader.lines and not reader.records.total():
+        raise UsageError(
+            f"none of {reader.lines:,} lines is of a known log; give a block log, or one of oMLX or mlx_lm.server."
+        )
 
 
 def _exact_bytes(found: Summary) -> dict[str, int]:
@@ -276,9 +302,9 @@ def _short(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _part_line(part: dict[str, Any]) -> str:
-    where = part["role"] if "index" not in part else f"message {part['index']} ({part['role']})"
-    return f"  to token {part['end']:>8,}  {where}"
+def _part_line(part: Part) -> str:
+    where = part.role if part.index is None else f"message {part.index} ({part.role})"
+    return f"  to token {part.end:>8,}  {where}"
 
 
 def _event_line(event: dict[str, Any]) -> str:

@@ -71,10 +71,12 @@ def _from_server(url: str, request: str, key: str | None) -> tuple[Any, list[Any
     try:
         answer = httpx.get(f"{url.rstrip('/')}/v1/cache/requests", headers=headers, timeout=TIMEOUT_S)
         answer.raise_for_status()
-        found = answer.json()
+        found = answer.json()["requests"]
+        records = [Record.of(each) for each in reversed(found)]  # the server has the newest first
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise MlxkvError(f"{url} did not give its requests ({error}); check the address and the key.") from error
-    records = [Record.of(each) for each in reversed(found["requests"])]  # the server has the newest first
+    except (KeyError, TypeError, AttributeError) as error:
+        raise MlxkvError(f"{url} answers, but is no `mlxkv serve`; check the address.") from error
     chosen = [i for i, record in enumerate(records) if record.request.startswith(request)]
     exact = [i for i in chosen if records[i].request == request]
     if len(exact or chosen) != 1:
