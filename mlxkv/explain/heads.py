@@ -112,11 +112,15 @@ def head_weights(model: LoadedModel, text: str) -> HeadWeights:
     """Run the model on a text and keep every head's weights.
 
     Raises:
-        UsageError: no text, or more than 128 tokens.
+        UsageError: no text, text that is not UTF-8, or more than 128 tokens.
         ModelError: the architecture writes its attention out itself, keeps windows, or lets no weights be seen.
 
     Cost: one forward pass, and layers x heads x L x L numbers.
     """
+    try:
+        text.encode()  # bytes of a command line that are no UTF-8 are half surrogates here
+    except UnicodeEncodeError as error:
+        raise UsageError("the text is not UTF-8; check what the terminal sends.") from error
     tokens = model.tokenizer.encode(text)
     if not text.strip() or not tokens:
         raise UsageError("there is no text to attend to; give a sentence.")

@@ -115,6 +115,7 @@ def test_a_page_is_written(model, capsys, tmp_path):
         (["--layer", "9"], "there is no layer 9; this model has layers 0 to 3"),
         (["--from", "dog"], "the text has no word 'dog'"),
         (["--html", "/nowhere/at/all.html"], "there is no directory /nowhere/at"),
+        (["--html", "/"], "/ is a directory"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(arguments, said, model, capsys):

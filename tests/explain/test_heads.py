@@ -168,6 +168,8 @@ def test_what_cannot_be_shown_is_said(talking, found):
         rank(found, "dog")
     with pytest.raises(UsageError, match="no text"):
         head_weights(talking, "  ")
+    with pytest.raises(UsageError, match="not UTF-8"):
+        head_weights(talking, "a\udcff")
     with pytest.raises(UsageError, match="129 tokens"):
         head_weights(talking, "a" * 129)
 
