@@ -1,5 +1,7 @@
 """Weights of a model's heads: those that the layer's own queries and keys give, and what is made of them."""
 
+import base64
+import json
 import re
 from dataclasses import replace
 
@@ -193,6 +195,15 @@ def test_the_page_holds_everything_and_asks_for_nothing(found):
     assert "http" not in page.replace("http-equiv", "")
     assert "@@" not in page
     assert f">{round(100 * float(found.weights[1, 2, 4, 0]))}</td>" in page
+
+
+def test_the_page_holds_weights_to_a_tenth_of_a_percent():
+    weights = made([[0.998, 0.001, 0.0006, 0.0004]] * 4)
+    page = attention_page(weights, layer=None, head=None, token=3)
+    data = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)[1])
+    whole = int(re.search(r"return sum / (\d+)", page)[1])
+    held = np.frombuffer(base64.b64decode(data["weights"]), "<u2").reshape(2, 2, 4, 4) / whole
+    assert np.abs(held - weights.weights).max() < 1e-5
 
 
 def test_text_cannot_become_part_of_the_page(talking):
