@@ -100,7 +100,9 @@ def _heat(names: Sequence[str], weights: Sequence[Sequence[float]], width: int) 
     """A causal map with numbers, or with shades where those are too wide; None where both are."""
     number = len(str(len(names)))
     label = number + 1 + min(_LABEL, max(map(cell_len, names)))
-    cell = next((size for size in (4, 3) if label + size * len(names) <= width), None)
+    whole = any(round(100 * value) == 100 for row in weights for value in row[1:])  # 100 wants a blank before it
+    sizes = (4,) if whole else (4, 3)
+    cell = next((size for size in sizes if label + size * len(names) <= width), None)
     lines: list[RenderableType] = []
     if cell is not None:
         columns = "".join(f"{i + 1:>{cell}}" for i in range(len(names)))
@@ -200,7 +202,10 @@ def _growth(shapes: Shapes, width: int) -> Iterator[RenderableType]:
         )
         crossing = next((bill.tokens for bill in shapes.bills if bill.attention_flops > bill.linear_flops), None)
         if crossing is not None:
-            yield from _wrapped(f"From {crossing:,} tokens on, attention is more than half of a prefill.", width)
+            yield from _wrapped(
+                f"Of these contexts, {crossing:,} tokens is the first where attention is more than half of a prefill.",
+                width,
+            )
         yield from _wrapped(
             f"Prefill fills an [n, n] matrix a head, decode one row of it: {first.tokens:,} x {first.tokens:,} scores"
             f" against {first.tokens:,}.",

@@ -1,12 +1,17 @@
 """`mlxkv explain` as a user meets it."""
 
+import io
 import json
 
+import numpy as np
 import pytest
 from rich.cells import cell_len
+from rich.console import Console
 from talking import save_talking_model
 from tiny import tiny_mamba2
 
+from mlxkv.explain.heads import HeadWeights
+from mlxkv_cli.explain_page import heads_page
 from mlxkv_cli.main import run
 
 
@@ -64,6 +69,7 @@ def test_shapes_say_what_grows_and_how(capsys):
     assert "1 x 14 x 2,048 x 2,048" in shown
     assert "with n x n" in shown
     assert "QK^T and AV grow 4.00 times" in shown
+    assert "16,384 tokens is the first where attention is more than half of a prefill" in " ".join(shown.split())
     assert "24 layers x 2 KV heads x (64 + 64) x 2 B = 12,288 B a token" in shown
     found = answer(capsys, "shapes", "Qwen2.5-0.5B-Instruct")
     assert (found["tokens"], found["bytes_per_token"], len(found["bills"])) == (1024, 12_288, 8)
@@ -93,6 +99,17 @@ def test_a_longer_text_is_drawn_in_shades_and_a_long_one_is_not(model, capsys, m
     assert "--html" not in shades
     long = " ".join(page(capsys, "attention", model, "ab" * 40).split())
     assert "80 tokens are too wide for this terminal; --html FILE shows the map." in long
+
+
+def test_numbers_of_a_map_never_run_together():
+    weights = np.eye(12, dtype=np.float32)[None, None]
+    names = tuple("abcdefghijkl")
+    found = HeadWeights("m", "".join(names), names, names, tuple(range(12)), weights)
+    for width in (40, 50, 60):
+        out = io.StringIO()
+        Console(file=out, width=width).print(heads_page(found, None, None, None, width))
+        assert widest(out.getvalue()) <= width
+        assert "0100" not in out.getvalue()
 
 
 def test_the_answer_as_json_has_the_weights(model, capsys):
