@@ -95,6 +95,12 @@ def test_doubling_the_context_quadruples_attention_and_doubles_the_rest(name):
     assert all(after == 2 * before for before, after in pairwise(decode))
 
 
+def test_latents_are_billed_with_their_positions_and_as_they_are_in_decode():
+    bill = next(bill for bill in shapes_of("DeepSeek-V3").bills if bill.tokens == 2048)
+    assert bill.attention_flops == 61 * 128 * 2 * (128 + 64 + 128) * 2048 * 2048  # keys 128 + 64, values 128
+    assert bill.decode_attention_flops == 61 * 128 * 2 * (512 + 64 + 512) * 2048  # latents of 512, positions of 64
+
+
 def test_a_window_keeps_attention_from_quadrupling():
     assert 2 < shapes_of("gpt-oss-20b").doubling[1] < 4
 
