@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxkv.core.errors import UsageError
+from mlxkv.core.errors import ModelError, UsageError
 from mlxkv.models.architecture import replaced, traced_module
 from mlxkv.models.forward import Record, forward
 from mlxkv.models.trace import BLOCK_TOKENS, ModelTrace, trace
@@ -97,7 +97,7 @@ def explain_shapes(config: Mapping[str, Any], tokens: int) -> Shapes:
 
     Raises:
         UsageError: tokens below 1.
-        ModelError: the config cannot be used; names the key.
+        ModelError: the config cannot be used; names the key. Or the model's steps depend on the number of tokens.
 
     Cost: four to eight unevaluated forward passes, 0.1 to 1 s; no weights.
     """
@@ -106,7 +106,12 @@ def explain_shapes(config: Mapping[str, Any], tokens: int) -> Shapes:
     module = build(config)
     traced = trace(module)
     short, long = (_walk(module, count) for count in _TRACED)
-    tensors = [_at(tokens, a, b) for a, b in zip(short.tensors, long.tensors, strict=True)]
+    listed = short.tensors, long.tensors
+    if len(short.tensors) != len(long.tensors):  # a layer takes its tokens one by one: its steps are listed once
+        listed = list(dict.fromkeys(short.tensors)), list(dict.fromkeys(long.tensors))
+    if [tensor.path for tensor in listed[0]] != [tensor.path for tensor in listed[1]]:
+        raise ModelError("the model takes other steps for 128 tokens than for 64, so they cannot be listed for others.")
+    tensors = [_at(tokens, a, b) for a, b in zip(*listed, strict=True)]
     head = 0 if short.tied_tables else traced.weights.head_params
     linear = traced.weights.active_params - traced.weights.embedding_params - head
     bills = tuple(_bill(traced, linear, _pair_dims(traced, config), count) for count in CONTEXTS)
