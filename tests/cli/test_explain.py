@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -99,6 +100,17 @@ def test_a_longer_text_is_drawn_in_shades_and_a_long_one_is_not(model, capsys, m
     assert "--html" not in shades
     long = " ".join(page(capsys, "attention", model, "ab" * 40).split())
     assert "80 tokens are too wide for this terminal; --html FILE shows the map." in long
+
+
+def test_what_is_not_in_the_list_of_words_is_said(model, capsys):
+    shown = page(capsys, "attention", model, "a b c d e f g h i j k l m", "--from", "m")
+    list_of, _, said = shown.partition("strongest head")[2].partition("3 more")
+    listed = sum(float(share) for share in re.findall(r"^\w +([\d.]+)%", list_of, re.MULTILINE))
+    further = float(re.search(r" words have ([\d.]+)%", said)[1])
+    blank = float(re.search(r"The other ([\d.]+)% are on blanks", said)[1])
+    assert blank > 0
+    assert listed + further + blank == pytest.approx(100, abs=0.7)
+    assert "1 token," in page(capsys, "attention", model, "a")
 
 
 def test_numbers_of_a_map_never_run_together():
