@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _LEAST_WIDTH, _MOST_WIDTH = 40, 100
 _LABEL = 12
 _RANKED = 10
+_SEEN = 0.0005  # a share that one decimal of a percent shows
 _QUADRUPLED = 3.99
 _BRIGHT = 0.4
 _SHADES = " .:-=+*#%@"
@@ -60,7 +61,8 @@ def heads_page(
 ) -> RenderableType:
     """The map of one head or of a mean, and what a word attends to."""
     which = f"{_which('layer', layer)}, {_which('head', head)}"
-    about = f"{found.model}: {len(found.pieces)} tokens, {found.layers} layers of {found.heads} heads"
+    count = len(found.pieces)
+    about = f"{found.model}: {count} token{'s' * (count != 1)}, {found.layers} layers of {found.heads} heads"
     parts: list[RenderableType] = [*_wrapped(about, width)]
     parts += _wrapped(f"Weights in percent, {which}: a row's token attends to the column's", width)
     names = [shown(piece).strip() for piece in found.pieces]
@@ -100,7 +102,9 @@ def _heat(names: Sequence[str], weights: Sequence[Sequence[float]], width: int) 
     """A causal map with numbers, or with shades where those are too wide; None where both are."""
     number = len(str(len(names)))
     label = number + 1 + min(_LABEL, max(map(cell_len, names)))
-    cell = next((size for size in (4, 3) if label + size * len(names) <= width), None)
+    whole = any(round(100 * value) == 100 for row in weights for value in row[1:])  # 100 wants a blank before it
+    sizes = (4,) if whole else (4, 3)
+    cell = next((size for size in sizes if label + size * len(names) <= width), None)
     lines: list[RenderableType] = []
     if cell is not None:
         columns = "".join(f"{i + 1:>{cell}}" for i in range(len(names)))
@@ -132,6 +136,14 @@ def _ranking(ranking: Ranking, width: int) -> Iterator[RenderableType]:
         best = f"layer {word.layer}, head {word.head}: {word.most:.0%}"
         table.add_row(shown(word.word), f"{word.mean:.1%}", f"{word.top_heads:,}", best)
     yield table
+    if further := ranking.words[_RANKED:]:
+        share = sum(word.mean for word in further)
+        yield from _wrapped(
+            f"{len(further)} more {'word has' if len(further) == 1 else 'words have'} {share:.1%}.", width
+        )
+    blank = 1 - sum(word.mean for word in ranking.words)
+    if blank >= _SEEN:
+        yield from _wrapped(f"The other {blank:.1%} are on blanks, which are in no word.", width)
     yield ""
     first = next((word for word in ranking.words if word.place == 0), None)
     if first is not None and first is ranking.words[0] and ranking.place > 0:
@@ -200,7 +212,10 @@ def _growth(shapes: Shapes, width: int) -> Iterator[RenderableType]:
         )
         crossing = next((bill.tokens for bill in shapes.bills if bill.attention_flops > bill.linear_flops), None)
         if crossing is not None:
-            yield from _wrapped(f"From {crossing:,} tokens on, attention is more than half of a prefill.", width)
+            yield from _wrapped(
+                f"Of these contexts, {crossing:,} tokens is the first where attention is more than half of a prefill.",
+                width,
+            )
         yield from _wrapped(
             f"Prefill fills an [n, n] matrix a head, decode one row of it: {first.tokens:,} x {first.tokens:,} scores"
             f" against {first.tokens:,}.",

@@ -43,6 +43,7 @@ class BlockPlan:
 
     Attributes:
         sequences, queries: B and L of the queries it is for.
+        pool_blocks: N that the pool must have at least.
         uses: [B, most blocks of a sequence] which of the parts are its own, the last one repeated; None without blocks.
         share: [B, parts] 1 where the part is the sequence's.
         owner: [parts] the sequence of each part.
@@ -51,6 +52,7 @@ class BlockPlan:
 
     sequences: int
     queries: int
+    pool_blocks: int
     has_empty: bool
     batches: tuple[_Batch, ...]
     uses: mx.array | None
@@ -67,7 +69,8 @@ def plan_blocks(tables: Sequence[Sequence[int]], lengths: Sequence[int], *, quer
         queries: L.
 
     Raises:
-        UsageError: a table that is too short or too long for its tokens, or fewer tokens than queries.
+        UsageError: a table that is too short or too long for its tokens or has a number below 0, or fewer tokens than
+            queries.
 
     Cost: a few index arrays; linear in the blocks.
     """
@@ -82,6 +85,8 @@ def plan_blocks(tables: Sequence[Sequence[int]], lengths: Sequence[int], *, quer
                 f"sequence {row} has {len(table)} blocks for {length} tokens and {queries} queries; a block holds"
                 f" {BLOCK_TOKENS} tokens, and queries are among them."
             )
+        if min(table, default=0) < 0:
+            raise UsageError(f"sequence {row} names block {min(table)}; blocks are counted from 0.")
         for place, block in enumerate(table):
             users.setdefault(block, []).append((row, length - queries - place * BLOCK_TOKENS))
     by_count: dict[int, list[int]] = {}
@@ -94,7 +99,7 @@ def plan_blocks(tables: Sequence[Sequence[int]], lengths: Sequence[int], *, quer
         batches.append(_batch(count, blocks, rows, last, len(tables), queries))
         owner += rows
     if not owner:
-        return BlockPlan(len(tables), queries, True, (), None, None, None)
+        return BlockPlan(len(tables), queries, 0, True, (), None, None, None)
     parts: list[list[int]] = [[] for _ in tables]
     for part, row in enumerate(owner):
         parts[row].append(part)
@@ -103,7 +108,8 @@ def plan_blocks(tables: Sequence[Sequence[int]], lengths: Sequence[int], *, quer
     uses = [own + [own[-1] if own else empty] * (most - len(own)) for own in parts]
     owners = mx.array(owner)
     share = (mx.arange(len(tables))[:, None] == owners).astype(mx.float32)
-    return BlockPlan(len(tables), queries, not all(parts), tuple(batches), mx.array(uses), share, owners)
+    pool_blocks = max(users) + 1
+    return BlockPlan(len(tables), queries, pool_blocks, not all(parts), tuple(batches), mx.array(uses), share, owners)
 
 
 def block_attention(
@@ -126,7 +132,8 @@ def block_partial(
         scale: 1 / sqrt(D) when None.
 
     Raises:
-        UsageError: queries of other sizes than the plan's, or head counts that do not fit.
+        UsageError: queries of other sizes than the plan's, a pool without a block of the plan, or head counts that do
+            not fit.
 
     Cost: reads each block once; where the blocks used by equally many sequences are not neighbours in the pool, those
     are copied first. Holds float32 scores of the visible blocks.
@@ -135,6 +142,11 @@ def block_partial(
     if (batch, length) != (plan.sequences, plan.queries):
         raise UsageError(
             f"the plan is for {plan.sequences} sequences of {plan.queries} queries, not {batch} of {length}."
+        )
+    if min(keys.shape[0], values.shape[0]) < plan.pool_blocks:
+        raise UsageError(
+            f"the plan names block {plan.pool_blocks - 1}, and the pool has {keys.shape[0]} of keys and"
+            f" {values.shape[0]} of values."
         )
     kv_heads, value_dim = keys.shape[1], values.shape[3]
     if heads % kv_heads or dim != keys.shape[3]:

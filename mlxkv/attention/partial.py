@@ -69,7 +69,8 @@ def partial(
     )
     if mask is not None:
         if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
-            mask = mask * math.log2(math.e)
+            powers = mask.astype(mx.float32) * math.log2(math.e)
+            mask = mx.where(mask == -mx.inf, powers, finite(powers))  # a dtype's least number hides less than -inf
         scores = apply_mask(scores.reshape(batch, heads, length, -1), mask)
         scores = scores.reshape(batch, heads // groups, groups * length, -1)
     parts = _weigh(scores, values, may_be_empty=mask is not None)

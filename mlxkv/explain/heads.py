@@ -25,7 +25,9 @@ from mlxkv.models.architecture import replaced
 from mlxkv.models.loader import LoadedModel
 
 MOST_TOKENS = 128
-_WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
+_CHINESE = "\u3400-\u4dbf\u4e00-\u9fff"
+_WORD = re.compile(rf"[{_CHINESE}]|[^\W{_CHINESE}]+(?:['’][^\W{_CHINESE}]+)*|[^\w\s]")
+"""Chinese is written without blanks: each of its characters is a word, unless a token holds several."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,15 @@ def head_weights(model: LoadedModel, text: str) -> HeadWeights:
     """Run the model on a text and keep every head's weights.
 
     Raises:
-        UsageError: no text, or more than 128 tokens.
+        UsageError: no text, text that is not UTF-8, or more than 128 tokens.
         ModelError: the architecture writes its attention out itself, keeps windows, or lets no weights be seen.
 
     Cost: one forward pass, and layers x heads x L x L numbers.
     """
+    try:
+        text.encode()  # bytes of a command line that are no UTF-8 are half surrogates here
+    except UnicodeEncodeError as error:
+        raise UsageError("the text is not UTF-8; check what the terminal sends.") from error
     tokens = model.tokenizer.encode(text)
     if not text.strip() or not tokens:
         raise UsageError("there is no text to attend to; give a sentence.")
@@ -181,19 +187,40 @@ def _run(model: LoadedModel, tokens: Sequence[int]) -> np.ndarray:
 
 
 def _pieces(model: LoadedModel, tokens: Sequence[int]) -> tuple[str, ...]:
-    """What each token adds to the text."""
-    texts = [model.tokenizer.decode(list(tokens[:end])) for end in range(len(tokens) + 1)]
-    return tuple(after[len(before) :] for before, after in pairwise(texts))
+    """What each token adds to the text; a character of several tokens belongs to the last of them."""
+    whole = model.tokenizer.decode(list(tokens))
+    begun = (model.tokenizer.decode(list(tokens[:end])) for end in range(len(tokens)))
+    ends = [*accumulate((_common(text, whole) for text in begun), max), len(whole)]
+    return tuple(whole[start:stop] for start, stop in pairwise(ends))
+
+
+def _common(a: str, b: str) -> int:
+    """Letters that two texts begin alike with."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _words(pieces: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The words of the joined pieces, and for each piece the one its last letter is in."""
+    """The words of the joined pieces, and for each piece the one its last letter is in.
+
+    Words that no piece ends in are one with the next: a token may hold several. A piece without text belongs to the
+    character that it begins.
+    """
     text = "".join(pieces)
-    spans = [match.span() for match in _WORD.finditer(text)]
-    ends = accumulate(map(len, pieces))
+    ends = list(accumulate(map(len, pieces)))
+    letters = [end - _blank(piece) for end, piece in zip(ends, pieces, strict=True)]
+    for i in reversed(range(len(pieces) - 1)):
+        if not pieces[i]:
+            letters[i] = letters[i + 1]
+    spans: list[tuple[int, int]] = []
+    begun: int | None = None
+    for match in _WORD.finditer(text):
+        start = match.start() if begun is None else begun
+        ended = any(match.start() < letter <= match.end() for letter in letters)
+        begun = None if ended else start
+        if ended:
+            spans.append((start, match.end()))
     word_of = tuple(
-        next((i for i, (start, stop) in enumerate(spans) if start < end - _blank(piece) <= stop), -1)
-        for end, piece in zip(ends, pieces, strict=True)
+        next((i for i, (start, stop) in enumerate(spans) if start < letter <= stop), -1) for letter in letters
     )
     return tuple(text[start:stop] for start, stop in spans), word_of
 

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxkv.core.errors import UsageError
+from mlxkv.core.errors import ModelError, UsageError
 from mlxkv.models.architecture import replaced, traced_module
 from mlxkv.models.forward import Record, forward
 from mlxkv.models.trace import BLOCK_TOKENS, ModelTrace, trace
@@ -97,7 +97,7 @@ def explain_shapes(config: Mapping[str, Any], tokens: int) -> Shapes:
 
     Raises:
         UsageError: tokens below 1.
-        ModelError: the config cannot be used; names the key.
+        ModelError: the config cannot be used; names the key. Or the model's steps depend on the number of tokens.
 
     Cost: four to eight unevaluated forward passes, 0.1 to 1 s; no weights.
     """
@@ -106,10 +106,15 @@ def explain_shapes(config: Mapping[str, Any], tokens: int) -> Shapes:
     module = build(config)
     traced = trace(module)
     short, long = (_walk(module, count) for count in _TRACED)
-    tensors = [_at(tokens, a, b) for a, b in zip(short.tensors, long.tensors, strict=True)]
+    listed = short.tensors, long.tensors
+    if len(short.tensors) != len(long.tensors):  # a layer takes its tokens one by one: its steps are listed once
+        listed = list(dict.fromkeys(short.tensors)), list(dict.fromkeys(long.tensors))
+    if [tensor.path for tensor in listed[0]] != [tensor.path for tensor in listed[1]]:
+        raise ModelError("the model takes other steps for 128 tokens than for 64, so they cannot be listed for others.")
+    tensors = [_at(tokens, a, b) for a, b in zip(*listed, strict=True)]
     head = 0 if short.tied_tables else traced.weights.head_params
     linear = traced.weights.active_params - traced.weights.embedding_params - head
-    bills = tuple(_bill(traced, linear, count) for count in CONTEXTS)
+    bills = tuple(_bill(traced, linear, _pair_dims(traced, config), count) for count in CONTEXTS)
     return Shapes(tokens, tuple(_stages(tensors)), bills, tuple(_formula(traced)), traced.growth_bytes_per_token)
 
 
@@ -223,19 +228,38 @@ def _inside(path: str) -> str:
     return ".".join(parts[number + 1 :])
 
 
-def _bill(traced: ModelTrace, linear: int, tokens: int) -> Bill:
-    pair_flops = [
-        (2 * call.layers * call.shape.query_heads * (call.shape.key_dim + call.shape.value_dim), call.window_tokens)
-        for call in traced.attention
-    ]
-    seen = [(flops, min(tokens, window) if window else tokens) for flops, window in pair_flops]
+def _pair_dims(traced: ModelTrace, config: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Of each kind of call, numbers multiplied for a query and a key: in prefill, and in decode.
+
+    Latent attention with scores of its own for positions unpacks its keys in prefill and attends in the latents in
+    decode: mlx-lm's deepseek_v3.
+    """
+    inner = {**config, **config.get("text_config", {})}
+    dims = []
+    for call in traced.attention:
+        unpacked = call.shape.key_dim + call.shape.value_dim
+        if "kv_lora_rank" in inner and call.shape.mask_heads > 1:
+            position = inner["qk_rope_head_dim"]
+            dims.append((unpacked + position, 2 * inner["kv_lora_rank"] + position))
+        else:
+            dims.append((unpacked, unpacked))
+    return dims
+
+
+def _bill(traced: ModelTrace, linear: int, dims: Sequence[tuple[int, int]], tokens: int) -> Bill:
+    prefill = decode = 0
+    for call, (prefill_dims, decode_dims) in zip(traced.attention, dims, strict=True):
+        keys = min(tokens, call.window_tokens) if call.window_tokens else tokens
+        seen = 2 * call.layers * call.shape.query_heads * keys
+        prefill += seen * prefill_dims * tokens
+        decode += seen * decode_dims
     head = 2 * traced.weights.head_params
     return Bill(
         tokens=tokens,
         linear_flops=2 * linear * tokens + head,
-        attention_flops=sum(flops * tokens * keys for flops, keys in seen),
+        attention_flops=prefill,
         decode_linear_flops=2 * linear + head,
-        decode_attention_flops=sum(flops * keys for flops, keys in seen),
+        decode_attention_flops=decode,
         kv_bytes=traced.kv_bytes(tokens),
         decode_weight_bytes=traced.weights.decode_bytes,
     )

@@ -146,7 +146,7 @@ class DecodeBatch:
         return row, common[row] * BLOCK_TOKENS
 
     def _can_share(self, prompt_cache: PromptCache) -> bool:
-        return self._hook.served and all(type(cache) is KVCache and not cache.empty() for cache in prompt_cache)
+        return self._hook.served and all(type(cache) is KVCache for cache in prompt_cache)
 
     def _join_padded(self, prompt_cache: PromptCache) -> None:
         if self._alone:

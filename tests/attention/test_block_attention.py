@@ -102,3 +102,7 @@ def test_what_does_not_fit_is_said():
         block_attention(mx.zeros((2, 4, 1, 16)), keys, values, plan)
     with pytest.raises(UsageError, match="do not fit blocks"):
         block_attention(mx.zeros((1, 3, 1, 16)), keys, values, plan)
+    with pytest.raises(UsageError, match="sequence 0 names block -1"):
+        plan_blocks([[-1]], [5])
+    with pytest.raises(UsageError, match="the plan names block 1, and the pool has 1 of keys"):
+        block_attention(mx.zeros((1, 4, 1, 16)), keys, values, plan_blocks([[1]], [5]))

@@ -79,6 +79,17 @@ def test_a_row_that_sees_nothing_gets_zeros_and_spoils_no_other():
     assert_is_attention(found, q, k, v, seen)
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_a_mask_of_the_least_number_is_attended_as_mlx_attends_it(dtype):
+    q, k, v = Case(1, 2, 1, 3, 7, 16, 16, mx.float32, None, False, 1.0, 0).arrays()
+    rows = [[True] * 4 + [False] * 3, [False] * 7, [True] * 7]
+    mask = mx.where(mx.array(rows), 0.0, mx.finfo(dtype).min).astype(dtype)
+    theirs = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25, mask=mask.astype(mx.float32))
+    parts = [partial(q, k[:, :, a:b], v[:, :, a:b], mask=mask[:, a:b]) for a, b in ((0, 7), (0, 3), (3, 7))]
+    for ours in (finish(parts[0]), finish(merge(*parts[1:]))):
+        assert mx.abs(ours - theirs).max().item() < (2e-6 if dtype != mx.float16 else 2e-2)  # scores beside 65,504
+
+
 def test_parts_of_other_queries_are_refused():
     with pytest.raises(UsageError, match="not of the same queries"):
         merge(nothing(1, 2, 3, 4), nothing(1, 2, 4, 4))

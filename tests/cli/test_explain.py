@@ -1,12 +1,18 @@
 """`mlxkv explain` as a user meets it."""
 
+import io
 import json
+import re
 
+import numpy as np
 import pytest
 from rich.cells import cell_len
+from rich.console import Console
 from talking import save_talking_model
 from tiny import tiny_mamba2
 
+from mlxkv.explain.heads import HeadWeights
+from mlxkv_cli.explain_page import heads_page
 from mlxkv_cli.main import run
 
 
@@ -64,6 +70,7 @@ def test_shapes_say_what_grows_and_how(capsys):
     assert "1 x 14 x 2,048 x 2,048" in shown
     assert "with n x n" in shown
     assert "QK^T and AV grow 4.00 times" in shown
+    assert "16,384 tokens is the first where attention is more than half of a prefill" in " ".join(shown.split())
     assert "24 layers x 2 KV heads x (64 + 64) x 2 B = 12,288 B a token" in shown
     found = answer(capsys, "shapes", "Qwen2.5-0.5B-Instruct")
     assert (found["tokens"], found["bytes_per_token"], len(found["bills"])) == (1024, 12_288, 8)
@@ -95,6 +102,28 @@ def test_a_longer_text_is_drawn_in_shades_and_a_long_one_is_not(model, capsys, m
     assert "80 tokens are too wide for this terminal; --html FILE shows the map." in long
 
 
+def test_what_is_not_in_the_list_of_words_is_said(model, capsys):
+    shown = page(capsys, "attention", model, "a b c d e f g h i j k l m", "--from", "m")
+    list_of, _, said = shown.partition("strongest head")[2].partition("3 more")
+    listed = sum(float(share) for share in re.findall(r"^\w +([\d.]+)%", list_of, re.MULTILINE))
+    further = float(re.search(r" words have ([\d.]+)%", said)[1])
+    blank = float(re.search(r"The other ([\d.]+)% are on blanks", said)[1])
+    assert blank > 0
+    assert listed + further + blank == pytest.approx(100, abs=0.7)
+    assert "1 token," in page(capsys, "attention", model, "a")
+
+
+def test_numbers_of_a_map_never_run_together():
+    weights = np.eye(12, dtype=np.float32)[None, None]
+    names = tuple("abcdefghijkl")
+    found = HeadWeights("m", "".join(names), names, names, tuple(range(12)), weights)
+    for width in (40, 50, 60):
+        out = io.StringIO()
+        Console(file=out, width=width).print(heads_page(found, None, None, None, width))
+        assert widest(out.getvalue()) <= width
+        assert "0100" not in out.getvalue()
+
+
 def test_the_answer_as_json_has_the_weights(model, capsys):
     found = answer(capsys, "attention", model, "A cat.", "--layer", "2", "--head", "1", "--from", "cat")
     assert (found["layers"], found["heads"], found["layer"], found["head"]) == (4, 4, 2, 1)
@@ -115,6 +144,7 @@ def test_a_page_is_written(model, capsys, tmp_path):
         (["--layer", "9"], "there is no layer 9; this model has layers 0 to 3"),
         (["--from", "dog"], "the text has no word 'dog'"),
         (["--html", "/nowhere/at/all.html"], "there is no directory /nowhere/at"),
+        (["--html", "/"], "/ is a directory"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(arguments, said, model, capsys):

@@ -77,3 +77,17 @@ def test_other_salts_share_nothing(tmp_path: Path) -> None:
         for item in asked:
             engine.cancel(item.request.id)
             assert item.wait().finished.cached_tokens == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_prompt_that_leaves_nothing_to_prefill_joins_rows_that_share(tokens: int, tmp_path: Path) -> None:
+    common = some_tokens(512, seed=1)
+    prompts = [common[:tokens], [*common, *some_tokens(9, seed=2)], [*common, *some_tokens(9, seed=3)]]
+    with running(tiny_model, tmp_path / "alone", hot=0, cold=0) as engine:
+        alone = [ask(engine, prompt, 200).tokens for prompt in prompts]
+    with running(tiny_model, tmp_path / "all") as engine:
+        asked = [Asked(engine, Request(prompt=tuple(prompt), max_tokens=200)) for prompt in prompts[1:]]
+        while not engine.status.saved_bytes:
+            pass
+        assert ask(engine, prompts[0], 200).tokens == alone[0]
+        assert [item.wait().tokens for item in asked] == alone[1:]

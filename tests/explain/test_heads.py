@@ -1,5 +1,8 @@
 """Weights of a model's heads: those that the layer's own queries and keys give, and what is made of them."""
 
+import base64
+import json
+import re
 from dataclasses import replace
 
 import mlx.core as mx
@@ -74,6 +77,50 @@ def test_pieces_make_up_the_text_and_belong_to_words(found):
     assert [found.words[i] for i in found.word_of if i >= 0] == ["A", *["cat"] * 3, *["it"] * 2, *["is"] * 2, "."]
 
 
+class ByteTokenizer:
+    """A byte a token, as byte-level BPE has where nothing merges; but "?!" and "中国" are one."""
+
+    MERGED = (b"?!", "中国".encode())
+
+    def encode(self, text):
+        pieces = re.findall(b"|".join(re.escape(piece) for piece in self.MERGED) + b"|.", text.encode(), re.DOTALL)
+        return [self.MERGED.index(piece) if piece in self.MERGED else piece[0] for piece in pieces]
+
+    def decode(self, tokens):
+        return b"".join(self.MERGED[token] if token < len(self.MERGED) else bytes([token]) for token in tokens).decode(
+            errors="replace"
+        )
+
+
+@pytest.fixture(scope="module")
+def bytewise():
+    config = {**tiny_llama(), "vocab_size": 256}
+    return LoadedModel("bytes", build_tiny(config), ByteTokenizer(), config, {}, None)
+
+
+def test_a_character_of_several_tokens_keeps_its_letter(bytewise):
+    found = head_weights(bytewise, "猫 é")
+    assert found.pieces == ("", "", "猫", " ", "", "é")
+    assert found.words == ("猫", "é")
+    assert found.word_of == (0, 0, 0, -1, 1, 1)
+    assert rank(found, "é").token == 5
+
+
+def test_chinese_characters_are_words(bytewise):
+    found = head_weights(bytewise, "猫追鼠, it's中国人")
+    assert found.words == ("猫", "追", "鼠", ",", "it's", "中国", "人")
+    assert rank(found, "追").token == 5
+    assert sum(word.mean for word in rank(found, "鼠").words) == pytest.approx(1, abs=1e-5)
+
+
+def test_marks_in_one_token_are_one_word(bytewise):
+    found = head_weights(bytewise, "a?! b!")
+    assert found.words == ("a", "?!", "b", "!")
+    assert (rank(found, "?!").token, rank(found, "!").token) == (1, 4)
+    with pytest.raises(UsageError, match=r"no word '\?'; its words are a \?! b !"):
+        rank(found, "?")
+
+
 def test_one_head_a_layer_or_all_can_be_chosen(found):
     assert np.array_equal(found.of(2, 1), found.weights[2, 1])
     assert np.allclose(found.of(2, None), found.weights[2].mean(axis=0))
@@ -123,6 +170,8 @@ def test_what_cannot_be_shown_is_said(talking, found):
         rank(found, "dog")
     with pytest.raises(UsageError, match="no text"):
         head_weights(talking, "  ")
+    with pytest.raises(UsageError, match="not UTF-8"):
+        head_weights(talking, "a\udcff")
     with pytest.raises(UsageError, match="129 tokens"):
         head_weights(talking, "a" * 129)
 
@@ -146,6 +195,15 @@ def test_the_page_holds_everything_and_asks_for_nothing(found):
     assert "http" not in page.replace("http-equiv", "")
     assert "@@" not in page
     assert f">{round(100 * float(found.weights[1, 2, 4, 0]))}</td>" in page
+
+
+def test_the_page_holds_weights_to_a_tenth_of_a_percent():
+    weights = made([[0.998, 0.001, 0.0006, 0.0004]] * 4)
+    page = attention_page(weights, layer=None, head=None, token=3)
+    data = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)[1])
+    whole = int(re.search(r"return sum / (\d+)", page)[1])
+    held = np.frombuffer(base64.b64decode(data["weights"]), "<u2").reshape(2, 2, 4, 4) / whole
+    assert np.abs(held - weights.weights).max() < 1e-5
 
 
 def test_text_cannot_become_part_of_the_page(talking):

@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from kinds import CONFIGS
 from tiny import tiny_llama, tiny_mamba2
 
 from mlxkv.core.errors import ModelError, UsageError
@@ -95,6 +96,12 @@ def test_doubling_the_context_quadruples_attention_and_doubles_the_rest(name):
     assert all(after == 2 * before for before, after in pairwise(decode))
 
 
+def test_latents_are_billed_with_their_positions_and_as_they_are_in_decode():
+    bill = next(bill for bill in shapes_of("DeepSeek-V3").bills if bill.tokens == 2048)
+    assert bill.attention_flops == 61 * 128 * 2 * (128 + 64 + 128) * 2048 * 2048  # keys 128 + 64, values 128
+    assert bill.decode_attention_flops == 61 * 128 * 2 * (512 + 64 + 512) * 2048  # latents of 512, positions of 64
+
+
 def test_a_window_keeps_attention_from_quadrupling():
     assert 2 < shapes_of("gpt-oss-20b").doubling[1] < 4
 
@@ -140,3 +147,15 @@ def test_what_cannot_be_is_said():
         explain_shapes(tiny_llama(), 0)
     with pytest.raises(ModelError, match="model_type"):
         explain_shapes({"model_type": "unheard_of"}, 5)
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+def test_steps_a_layer_takes_token_by_token_are_listed_once(name):
+    paths = [tensor.path for stage in explain_shapes(CONFIGS[name], 5).stages for tensor in stage.tensors]
+    assert paths.count("backbone.layers.0.mixer.x_proj") == 1
+    assert by_path(explain_shapes(CONFIGS[name], 5))["backbone.layers.0.mixer.x_proj"].grows == "1"
+
+
+def test_steps_that_depend_on_the_number_of_tokens_are_said():
+    with pytest.raises(ModelError, match="takes other steps for 128 tokens"):
+        explain_shapes(CONFIGS["minimax_m3_vl"], 5)

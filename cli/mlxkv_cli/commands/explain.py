@@ -103,6 +103,8 @@ def attention(
     output = Output(json=as_json)
     if html is not None and not html.absolute().parent.is_dir():
         raise UsageError(f"there is no directory {html.absolute().parent} for the page; make it first.")
+    if html is not None and html.is_dir():
+        raise UsageError(f"{html} is a directory; name a file in it for the page.")
     output.say(f"mlxkv: loading {model} ...", "dim")
     found = head_weights(load(model), text)
     ranking = None if word is None else rank(found, word)
