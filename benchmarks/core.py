@@ -250,7 +250,7 @@ def read_into(memory: mx.array | np.ndarray, files: Sequence[Path]) -> object:
     view, at = memoryview(memory), 0
     for path in files:
         with path.open("rb", buffering=0) as file:
-            at += file.readinto(view[at:])  # type: ignore[operator]
+            at += file.readinto(view[at:]) or 0
     assert at == len(view)
     return memory
 

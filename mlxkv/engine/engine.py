@@ -382,7 +382,13 @@ class Engine:
 
     def _enqueue(self, request: Request, emit: Emit) -> None:
         full = (len(request.prompt) - 1) // BLOCK_TOKENS  # the last token is always computed: its block helps nobody
-        names = tuple(chain(self.cache.root(request.salt), pack(request.prompt[: full * BLOCK_TOKENS])))
+        try:
+            names = tuple(chain(self.cache.root(request.salt), pack(request.prompt[: full * BLOCK_TOKENS])))
+        except Exception as error:  # noqa: BLE001 - ends this request alone
+            with self._lock:
+                self._waiting -= 1
+            emit(Failed(error))
+            return
         self._scheduler.add(_Asked(request, emit, names), self.need_bytes(request))
 
     def _admit(self) -> None:

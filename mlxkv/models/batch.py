@@ -75,15 +75,12 @@ class DecodeBatch:
         self._shared: Batch = []  # in place of `_caches` once rows share a prefix
         self._apart: list[PromptCache] = []  # one a row, where mlx-lm has no batch form
         self._alone = False
+        self.saved_bytes = 0
+        """What the rows would take more if each had a copy of its own of what they share."""
 
     @property
     def size(self) -> int:
         return len(self._chains)
-
-    @property
-    def saved_bytes(self) -> int:
-        """What the rows would take more if each had a copy of its own of what they share."""
-        return sum(int(cache.saved_bytes) for cache in self._shared)
 
     def step(self, module: nn.Module, tokens: mx.array) -> mx.array:
         """One forward pass of one token a row, not evaluated: `[rows]` -> logits `[rows, vocabulary]`."""
@@ -110,6 +107,7 @@ class DecodeBatch:
             else:
                 self._join_padded(prompt_cache)
         self._chains.append(chain)
+        self._count_saved()
 
     def leave(self, rows: set[int]) -> None:
         """Drop these rows; the others move up."""
@@ -126,6 +124,7 @@ class DecodeBatch:
             for cache in self._caches:
                 cache.filter(mx.array(kept))
         self._chains = [self._chains[row] for row in kept]
+        self._count_saved()
 
     def sources(self) -> Sequence[Source] | None:
         """Where the rows' blocks are cut out of, until the next join or leave; None while each has its own cache."""
@@ -135,6 +134,10 @@ class DecodeBatch:
             return None
         held = dict(leaves(self._caches))
         return [_RowSource(held, row) for row in range(self.size)]
+
+    def _count_saved(self) -> None:
+        """Rows only come and go here, and the engine asks twice a step."""
+        self.saved_bytes = sum(int(cache.saved_bytes) for cache in self._shared)
 
     def _nearest(self, chain: Sequence[BlockName]) -> tuple[int, int]:
         """The row that has most blocks in common with a chain, and how many tokens that is."""

@@ -200,10 +200,6 @@ class BlockCache:
         plan = self.store.plan(self.root(salt), pack(tokens))
         return lambda: self.store.release(plan)
 
-    def is_held(self, name: BlockName) -> bool:
-        """Whether a tier holds this full block."""
-        return self.store.is_held(name)
-
     def check_integrity(self) -> None:
         """Raise AssertionError when the store breaks an invariant."""
         self.store.check_integrity()

@@ -10,7 +10,6 @@ import mlx.core as mx
 import pytest
 from driving import some_tokens
 from serving import SOON_S, Asked, ask, ask_all, running, sampled, tiny_model
-from tiny import ALL_TINY
 
 from mlxkv.core.errors import BudgetError
 from mlxkv.engine.engine import Engine, EngineStoppedError, QueueFullError
@@ -125,6 +124,15 @@ def test_an_error_in_a_processor_ends_its_request_and_no_other(tmp_path: Path) -
         assert "no more" in str(replies[1].end.error)
         assert [replies[0].tokens, replies[2].tokens] == alone
         assert ask(engine, prompts[1], 2).finished.output_tokens == 2
+
+
+def test_a_prompt_that_cannot_be_named_ends_its_request_and_not_the_engine(tmp_path: Path) -> None:
+    with running(tiny_model, tmp_path, limits=Limits(queue=1)) as engine:
+        for tokens in (1, 200):
+            end = ask(engine, [-1] * tokens, 2).end
+            assert isinstance(end, Failed)
+            assert "token" in str(end.error)
+        assert ask(engine, some_tokens(70, seed=1), 2).finished.output_tokens == 2, "its place in the queue is free"
 
 
 def test_a_seeded_request_says_the_same_whoever_is_beside_it(tmp_path: Path) -> None:
@@ -283,7 +291,3 @@ def test_what_opening_the_model_raises_is_raised_by_start() -> None:
     with pytest.raises(ValueError, match="no such model"):
         engine.start(SOON_S)
     assert not engine.alive
-
-
-def test_every_tiny_kind_is_in_the_list() -> None:
-    assert set(KINDS) <= set(ALL_TINY)
