@@ -20,7 +20,7 @@ os.environ["MLXKV_BLAS"] = "none"  # equality to the bit; a tuned BLAS picks ker
 HERE = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(HERE), str(HERE / "tests"), str(HERE / "tests" / "models")]
 
-import kinds  # noqa: E402
+import kinds  # noqa: E402 - the tests' own scenes, found above
 from test_every_architecture import NOT_BUILT, PLAYED, UNCACHED  # noqa: E402
 from test_kinds import ARCHITECTURES  # noqa: E402
 

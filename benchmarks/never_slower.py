@@ -20,18 +20,17 @@ import common
 import mlx.nn as nn
 from common import Figure, Samples, greedy, in_turns, say
 
-HERE = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(HERE / "tests"))
+from mlxkv.cache.store import BlockStore
+from mlxkv.core.config import CacheConfig
+from mlxkv.core.units import GIB
+from mlxkv.engine.generate import generate
+from mlxkv.models.block_cache import BlockCache
+from mlxkv.models.fingerprint import module_fields
+from mlxkv.models.loader import load
 
-from tiny import build_tiny, tiny_qwen3_next  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from mlxkv.cache.store import BlockStore  # noqa: E402
-from mlxkv.core.config import CacheConfig  # noqa: E402
-from mlxkv.core.units import GIB  # noqa: E402
-from mlxkv.engine.generate import generate  # noqa: E402
-from mlxkv.models.block_cache import BlockCache  # noqa: E402
-from mlxkv.models.fingerprint import module_fields  # noqa: E402
-from mlxkv.models.loader import load  # noqa: E402
+from tiny import build_tiny, tiny_qwen3_next
 
 LENGTHS = {"tiny": (64, 128, 256, 512, 1024, 2048, 4096), "demo": (8, 64, 128, 256, 512, 1024)}
 NEW_TOKENS = 9
