@@ -561,6 +561,7 @@ def test_whatever_scrolls_can_be_scrolled_with_the_keyboard(served, open_page):
     page.goto(served.url)
     wait_for_cells(page)
     page.click("text=Blocks as a table")
+    page.wait_for_selector("[aria-label='Table of blocks'] tbody tr")  # it is filled once the browser told it is open
     scrolling = page.evaluate(
         """[...document.querySelectorAll("main *")].filter((one) => one.clientHeight
              && ["auto", "scroll"].includes(getComputedStyle(one).overflowY) && one.scrollHeight > one.clientHeight)
