@@ -21,8 +21,8 @@ Cause = Literal[
     "nothing", "short", "new text", "date or counter", "template clock", "tools in another order",
     "tool keys in another order", "other tools", "thinking removed", "reply changed", "template changed",
     "template options", "BOS twice", "other root", "other salt", "evicted", "not held", "damaged", "unreadable",
-    "slower", "no checkpoint", "history cut", "message inserted", "message changed", "system message changed",
-    "uncached", "unknown",
+    "withdrawn", "slower", "no checkpoint", "history cut", "message inserted", "message changed",
+    "system message changed", "uncached", "unknown",
 ]  # fmt: skip
 
 ADVICE: Mapping[Cause, str] = {
@@ -45,6 +45,7 @@ ADVICE: Mapping[Cause, str] = {
     "not held": "Give the tiers more room; `mlxkv log summary` says what was evicted and what was never written.",
     "damaged": "Check the disk; `mlxkv cache verify` reads every block.",
     "unreadable": "Check the disk and the rights of the cache directory.",
+    "withdrawn": "The server's log says why that request failed; the blocks are computed again.",
     "slower": "Nothing to mend: computing was the faster way.",
     "no checkpoint": "Nothing to mend: this model resumes at checkpoints only, and they follow by themselves.",
     "history cut": "Drop old messages seldom and many at once; each cut computes all that follows it.",
@@ -54,6 +55,7 @@ ADVICE: Mapping[Cause, str] = {
     "uncached": "Nothing of this model is kept.",
     "unknown": "Records with outlines would tell; they are written by `mlxkv serve` and `mlxkv chat`.",
 }
+_GONE: frozenset[Cause] = frozenset({"evicted", "damaged", "unreadable", "withdrawn"})
 _DIVERGED = re.compile(r"diverged at token (\d+)")
 _OTHER_ROOT = re.compile(r"other root(?: \((.*)\))?")
 _SAID_BY_THE_CACHE: Mapping[str, tuple[Cause, str]] = {
@@ -63,6 +65,7 @@ _SAID_BY_THE_CACHE: Mapping[str, tuple[Cause, str]] = {
     "evicted": ("evicted", "the next block was evicted"),
     "damaged": ("damaged", "the next block's file was damaged and set aside"),
     "unreadable": ("unreadable", "the next block's file could not be read"),
+    "withdrawn": ("withdrawn", "the request that computed the next block failed, and the block was taken back"),
     "other salt": ("other salt", "the same text is held under another salt only"),
 }
 
@@ -250,7 +253,7 @@ def _cause(record: Record, near: Record | None, token: int, latest: int, gone: S
         return "other root", f"the same text is held under another root; what differs: {fields}"
     if reason in _SAID_BY_THE_CACHE:
         cause, detail = _SAID_BY_THE_CACHE[reason]
-        return cause, _last_gone(gone) if cause in ("evicted", "damaged", "unreadable") and gone else detail
+        return cause, _last_gone(gone) if cause in _GONE and gone else detail
     if not _DIVERGED.fullmatch(reason) and reason != "never seen":
         return "uncached", reason
     if gone and reason == "never seen":  # held once, and forgotten so long ago that the cache does not know

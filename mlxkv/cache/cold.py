@@ -85,6 +85,7 @@ class ColdTier:
         self._pins: Counter[BlockName] = Counter()
         self._pins_lock = threading.Lock()
         self._roots: dict[BlockName, Mapping[str, str]] = {}
+        self._unwanted: set[BlockName] = set()  # withdrawn, and not yet gone from the directory
         self.has_index = True  # False when `look` found no sound one
         self._scratch: TemporaryDirectory[str] | None = None
         self._overhead_bytes = 0
@@ -336,6 +337,15 @@ class ColdTier:
             self._warn_once("read", f"cold tier: cannot read {self.path(block).name}: {_reason(error)}; computed again")
         self._forget(block)
 
+    def withdraw(self, names: Sequence[BlockName]) -> None:
+        """Delete blocks that must not be used again and what continues them; while offline, as soon as it is back."""
+        self._unwanted.update(names)
+        if self._index is not None:
+            try:
+                self._drop_unwanted(self._index)
+            except (OSError, sqlite3.Error) as error:
+                self._fail(f"cannot use {self.directory}: {_reason(error)}")
+
     def shrink(self, budget_bytes: int, *, reason: str = "budget") -> tuple[int, int]:
         """Evict until the root holds at most `budget_bytes`; returns blocks and bytes deleted."""
         index = self._online()
@@ -380,6 +390,13 @@ class ColdTier:
                     root.rmdir()
         self._measure()
 
+    def _drop_unwanted(self, index: Index) -> None:
+        with index.transaction():
+            for name in self._unwanted:
+                for row in index.descendants(name):
+                    self._evict(index, row, "withdrawn")
+        self._unwanted.clear()
+
     # checking
 
     def check_integrity(self) -> None:
@@ -406,6 +423,7 @@ class ColdTier:
             before.close()
         self._sweep(index)
         adopt_files(self.directory, index, payloads=False, on_damage=self._set_aside)
+        self._drop_unwanted(index)
         self._measure()
         self.offline = None
         blocks, freed = self.shrink(self._effective_budget(index))

@@ -90,6 +90,13 @@ class HotTier:
         self._ledger.remove(name)
         del self._payloads[name]
 
+    def withdraw(self, name: BlockName) -> list[Entry]:
+        """Forget a block that must not be used again, and all that continues it; as `Ledger.withdraw`."""
+        gone = self._ledger.withdraw(name)
+        for entry in gone:
+            del self._payloads[entry.name]
+        return gone
+
     def evict(self, keep: BlockName | None = None) -> Entry | None:
         """Drop the least recently used leaf, other than `keep`; None when nothing may go."""
         entry = self._ledger.victim(keep)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -44,6 +45,7 @@ class Ledger:
         self.used_bytes = 0
         self._entries: dict[BlockName, Entry] = {}
         self._first_blocks: dict[BlockName, set[BlockName]] = {}  # root -> children
+        self._forgotten_pins: Counter[BlockName] = Counter()  # of withdrawn blocks; their `unpin` is to come
         self._clock = 0
         self._leaves: list[tuple[int, BlockName]] = []  # heap; a row is stale unless it still says the entry's `used`
 
@@ -96,6 +98,21 @@ class Ledger:
             self._offer(parent)
         return entry
 
+    def withdraw(self, name: BlockName) -> list[Entry]:
+        """Forget a block that must not be used again, with all that continues it, pinned or not; deepest first.
+
+        Returns what was forgotten, nothing when it is not held. Later `unpin`s of it do nothing.
+        """
+        chain = [self._entries[name]] if name in self._entries else []
+        for entry in chain:
+            chain += (self._entries[child] for child in entry.children)
+        for entry in reversed(chain):
+            if entry.pins:
+                self._forgotten_pins[entry.name] += entry.pins
+                entry.pins = 0
+            self.remove(entry.name)
+        return chain[::-1]
+
     def touch(self, name: BlockName) -> None:
         """Mark a block, and with it its ancestors, as just used."""
         entry = self._entries[name]
@@ -109,6 +126,9 @@ class Ledger:
         self._entries[name].pins += 1
 
     def unpin(self, name: BlockName) -> None:
+        if self._forgotten_pins[name]:
+            self._forgotten_pins.subtract([name])
+            return
         entry = self._entries[name]
         if entry.pins == 0:
             raise ValueError(f"block {name.hex()[:12]} is not pinned")
@@ -134,7 +154,7 @@ class Ledger:
         return found
 
     def pins(self) -> int:
-        return sum(entry.pins for entry in self._entries.values())
+        return sum(entry.pins for entry in self._entries.values()) + self._forgotten_pins.total()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when an invariant of the class does not hold. Cost: O(entries)."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from mlxkv.cache.codec import BlockIdentity, View
 from mlxkv.cache.cold import ColdTier
 from mlxkv.cache.layout import Layout
-from mlxkv.cache.names import BlockName
 from mlxkv.core.errors import CacheRootError
 
 READERS = 3
@@ -27,9 +26,9 @@ logger = logging.getLogger("mlxkv")
 
 @dataclass(frozen=True)
 class Offloaded:
-    """What became of a queued block: `reason` is None when the cold tier holds it now."""
+    """What became of a queued block, the object that was queued: `reason` is None when the cold tier holds it now."""
 
-    name: BlockName
+    block: BlockIdentity
     nbytes: int
     reason: str | None
 
@@ -53,7 +52,7 @@ class Mover:
         if self.queued_bytes and self.queued_bytes + nbytes > self.queue_bytes:
             return False
         self.queued_bytes += nbytes
-        self._work.put(lambda: self._done.put(Offloaded(block.name, nbytes, self._cold.write(block, layout, views))))
+        self._work.put(lambda: self._done.put(Offloaded(block, nbytes, self._cold.write(block, layout, views))))
         return True
 
     def done(self) -> list[Offloaded]:

@@ -6,8 +6,9 @@ block in memory, and the reason goes into the log.
 
 from __future__ import annotations
 
+import queue
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -115,10 +116,20 @@ class Plan:
 class _Queued:
     """A block on its way to the cold tier; it can be matched and copied like a hot one."""
 
-    name: BlockName
-    parent: BlockName
-    tokens: bytes
+    block: BlockIdentity
     payload: Payload
+
+    @property
+    def name(self) -> BlockName:
+        return self.block.name
+
+    @property
+    def parent(self) -> BlockName:
+        return self.block.parent
+
+    @property
+    def tokens(self) -> bytes:
+        return self.block.tokens
 
 
 class BlockStore:
@@ -145,6 +156,9 @@ class BlockStore:
         self._gone: OrderedDict[BlockName, str] = OrderedDict()
         self._doubted: set[BlockName] = set()  # rows that the mover will drop, for a file was damaged or missing
         self._unreadable: set[BlockName] = set()
+        self._withdrawn: Counter[BlockName] = Counter()  # the SSD may still hold them, until the mover was there
+        self._erased: queue.SimpleQueue[Sequence[BlockName]] = queue.SimpleQueue()  # it was
+        self._replaced: list[_Queued] = []  # withdrawn while they were being written
         self._no_offload_before = 0.0
         self._closed = False
         if config.directory is not None and config.cold_bytes and config.cold_mode != "off":
@@ -173,7 +187,7 @@ class BlockStore:
         Where the root's layout has states, the match ends at the deepest checkpoint in it.
         """
         self._collect()
-        found = match(root, packed, self.hot, _OnDisk(self._queued, self.cold))
+        found = match(root, packed, self.hot, _OnDisk(self._queued, self._withdrawn, self.cold))
         plan = Plan(found, self._reason(root, packed, found))
         if self._roots[root][0].states:
             self._end_at_checkpoint(plan)
@@ -327,6 +341,25 @@ class BlockStore:
                                       parent=block.parent, index=block.index, tokens=tokens, bytes=nbytes,
                                       tier="hot"))  # fmt: skip
 
+    def withdraw(self, names: Sequence[BlockName], *, request: str | None = None) -> None:
+        """Take back what was committed and should not have been, with all that continues it, from both tiers.
+
+        Nothing of it is matched from now on, though a pin may hold it; the SSD loses it once the mover gets there.
+        """
+        self._collect()
+        for entry in (entry for name in names for entry in self.hot.withdraw(name)):
+            self._remember(entry.name, "withdrawn")
+            self.log.write(BlockEvent(event="evict", request=request, block=entry.name, parent=entry.parent,
+                                      bytes=entry.nbytes, tier="hot", reason="withdrawn"))  # fmt: skip
+        gone = set(names)
+        for queued in list(self._queued.values()):  # parents first
+            if queued.name in gone or queued.parent in gone:
+                gone.add(queued.name)
+                self._replaced.append(self._queued.pop(queued.name))
+        if self.cold is not None and names:
+            self._withdrawn.update(names)
+            self._submit(lambda cold: self._erase(cold, tuple(names)))
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every hot block that belongs on the SSD is there; False when the time was up or it cannot be."""
         end = time.monotonic() + (CLOSE_S if timeout_s is None else timeout_s)
@@ -367,7 +400,7 @@ class BlockStore:
         self.hot.check_integrity()
         if self.cold is not None and self._mover is not None:
             self.cold.check_integrity()
-            queued = sum(array.nbytes for block in self._queued.values() for array in block.payload)
+            queued = sum(array.nbytes for block in (*self._queued.values(), *self._replaced) for array in block.payload)
             assert queued == self._mover.queued_bytes, f"{queued} B queued, the mover says {self._mover.queued_bytes} B"
 
     # within
@@ -388,7 +421,7 @@ class BlockStore:
             for i, name in reversed(batch):
                 if name in self.hot or name in self._queued:
                     return i + 1, Part(name, parts[i].name, i + 1, b"", 0, "hot" if name in self.hot else "cold")
-                if name in cold and name not in self._unreadable:
+                if name in cold and name not in self._unreadable and not self._withdrawn[name]:
                     return i + 1, Part(name, parts[i].name, i + 1, b"", 0, "cold")
         return 0, None
 
@@ -449,6 +482,11 @@ class BlockStore:
             return False
         return True
 
+    def _erase(self, cold: ColdTier, names: Sequence[BlockName]) -> None:
+        """On the mover's thread, after what was queued before."""
+        cold.withdraw(names)
+        self._erased.put(names)
+
     def _put(self, block: BlockIdentity, payload: Payload) -> bool:
         """Hold a block or tail hot, in place of the tails it continues."""
         shorter = [
@@ -500,7 +538,7 @@ class BlockStore:
             if not self._mover.offload(ancestor, layout, [memoryview(array).cast("B") for array in arrays]):
                 return False
             self._doubted.discard(ancestor.name)
-            self._queued[ancestor.name] = _Queued(ancestor.name, ancestor.parent, ancestor.tokens, arrays)
+            self._queued[ancestor.name] = _Queued(ancestor, arrays)
         return True
 
     def _hot_chain(self, name: BlockName) -> list[BlockIdentity]:
@@ -517,7 +555,8 @@ class BlockStore:
         """Whether the cold tier holds a block, or soon will, as far as is known here."""
         if name in self._queued:
             return True
-        return name not in self._doubted and self.cold is not None and self.cold.find(name) is not None
+        unsure = name in self._doubted or self._withdrawn[name]
+        return not unsure and self.cold is not None and self.cold.find(name) is not None
 
     def _doubt(self, names: Sequence[BlockName]) -> None:
         if len(self._doubted) > REMEMBERED:
@@ -542,10 +581,16 @@ class BlockStore:
         """Take note of what the mover finished; returns how many blocks the cold tier refused."""
         refused = 0
         for item in self._mover.done() if self._mover is not None else ():
-            self._queued.pop(item.name, None)
+            queued = self._queued.get(item.block.name)
+            if queued is not None and queued.block is item.block:
+                del self._queued[item.block.name]
+            else:
+                self._replaced = [other for other in self._replaced if other.block is not item.block]
             if item.reason is not None:
                 refused += 1
                 self._no_offload_before = time.monotonic() + REFUSED_PAUSE_S
+        while not self._erased.empty():
+            self._withdrawn.subtract(self._erased.get())
         return refused
 
     def _remember(self, name: BlockName, reason: str) -> None:
@@ -563,8 +608,11 @@ class BlockStore:
 class _OnDisk:
     """The cold tier and what is on its way there, as matching sees them."""
 
-    def __init__(self, queued: Mapping[BlockName, _Queued], cold: ColdTier | None) -> None:
+    def __init__(
+        self, queued: Mapping[BlockName, _Queued], withdrawn: Mapping[BlockName, int], cold: ColdTier | None
+    ) -> None:
         self._queued = queued
+        self._withdrawn = withdrawn
         self._cold = cold
 
     def walk(self, names: Sequence[BlockName]) -> Iterator[Held]:
@@ -576,6 +624,8 @@ class _OnDisk:
                 continue
             before = at
             for row in self._cold.walk(names[at:]) if self._cold else ():
+                if self._withdrawn.get(row.name):
+                    return
                 yield row
                 at += 1
             if at == before or (at < len(names) and names[at] not in self._queued):
@@ -583,7 +633,8 @@ class _OnDisk:
 
     def children(self, parent: BlockName) -> Iterable[Held]:
         yield from (block for block in self._queued.values() if block.parent == parent)
-        yield from self._cold.children(parent) if self._cold else ()
+        rows = self._cold.children(parent) if self._cold else ()
+        yield from (row for row in rows if not self._withdrawn.get(row.name))
 
 
 def _identity(root: BlockName, part: Part) -> BlockIdentity:

@@ -2,7 +2,8 @@
 
 Each turn of its loop takes what was asked, goes on with restores, prefills a chunk's worth of tokens, and decodes one
 token for every running row. A long prompt therefore stops the others for no longer than a chunk. An exception in one
-request ends that request; one outside of all requests ends them all, and the engine begins anew, once.
+request ends that request, one in a step all its rows, and nothing that was being computed is published (a device may
+tell of an error late); one outside of all requests ends them all, and the engine begins anew, once.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class _Live:
     at: int = 0
     started: bool = False
     given: bool = False  # its sampled token was handed out already
+    ended: bool = False
     prefill_s: float = 0.0
     since: float = field(default_factory=time.time)
 
@@ -362,7 +364,7 @@ class Engine:
             if not (self._prefilling or self._rows or self._scheduler.queue):
                 return False
             if time.monotonic() >= self._deadline:
-                self._fail_all(EngineStoppedError("the server is stopping; send the request again."))
+                self._fail_all(EngineStoppedError("the server is stopping; send the request again."), publish=True)
                 return False
         return True
 
@@ -419,6 +421,7 @@ class Engine:
 
     def _prefill(self) -> None:
         """A chunk's worth of tokens of the prefilling requests that are restored; they take turns."""
+        self._settle()
         left = self.opened.chunk_tokens
         for _ in range(len(self._prefilling)):
             live = self._prefilling[0]
@@ -442,6 +445,14 @@ class Engine:
         if left == self.opened.chunk_tokens and not self._rows:
             time.sleep(RESTORING_S)  # every one of them waits for the SSD
 
+    def _settle(self) -> None:
+        """Hear now of what went wrong in a step that is still on its way: it would be told to somebody else."""
+        if self._rows:
+            try:
+                mx.synchronize()
+            except Exception as error:  # noqa: BLE001 - a step is one for all rows: it ends them, and nothing else
+                self._end_rows(error)
+
     def _chunk_end(self, live: _Live) -> int:
         """Where the next chunk of a prompt ends: its last token is left for the decode step that all rows share."""
         chunk, last = self.opened.chunk_tokens, live.prompt_tokens - 1
@@ -454,6 +465,7 @@ class Engine:
             began = time.perf_counter()
             self.model.module(mx.array(prompt[live.at : stop])[None], cache=sequence.prompt_cache)
             mx.eval([cache.state for cache in sequence.prompt_cache])
+            mx.synchronize()
             sequence.advance(stop - live.at)
             live.at = stop
             sequence.commit()
@@ -533,17 +545,22 @@ class Engine:
         self._leave(ended)
 
     def _handed_out(self, live: _Live, token: int, logprobs: mx.array | None) -> bool:
-        """Give a row its token and publish what is full; True when that was its end."""
+        """Give a row its token and publish what is full; True when that was its end.
+
+        Raises what the device says of the step when blocks are cut: that is about all rows.
+        """
         try:
             if not live.output:
                 live.sequence.first_token()
-            if not self._give(live, token, logprobs):
-                live.sequence.commit()
-                return False
-            self._end(live)
+            complete = self._give(live, token, logprobs)
         except Exception as error:  # noqa: BLE001 - ends this request alone
             self._end(live, error=error)
-        return True
+            return True
+        if not complete:
+            live.sequence.commit()
+        elif (failure := self._end(live)) is not None:
+            raise failure
+        return complete
 
     def _goes_on(self, live: _Live) -> bool:
         return len(live.output) + (not live.given) < live.request.max_tokens
@@ -591,24 +608,37 @@ class Engine:
         live.asked.emit(Piece(tuple(segments), token, live.sampler.told(token, logprobs)))
         return live.text.stopped or len(live.output) >= live.request.max_tokens
 
-    def _end(self, live: _Live, *, error: Exception | None = None, cancelled: bool = False) -> None:
-        """Commit, free the place, say how it ended."""
+    def _end(
+        self, live: _Live, *, error: Exception | None = None, publish: bool = False, cancelled: bool = False
+    ) -> Exception | None:
+        """Commit, free the place, say how it ended. A second call does nothing.
+
+        Args:
+            publish: commit although there is an error, for it has nothing to do with what was computed.
+
+        Returns why it could not be committed; whoever shared a step with it has heard nothing of that.
+        """
+        if live.ended:
+            return None
+        live.ended = True
         self._scheduler.ended(live.need_bytes)
-        try:
-            event = live.sequence.finish()
-            if live.request.pin_s and live.request.store and error is None:
-                unpin = self.cache.pin((*live.request.prompt, *live.output), salt=live.request.salt)
-                self._pins.append((time.monotonic() + live.request.pin_s, unpin))
-        except Exception as failure:  # the client must hear of the end, whatever it was
-            logger.exception("a request could not be committed")
-            live.asked.emit(Failed(error or failure))
-            return
+        failure: Exception | None = None
+        if error is None or publish:
+            try:
+                event = live.sequence.finish()
+            except Exception as its:  # noqa: BLE001 - returned, and the client must hear of the end, whatever it was
+                error = failure = its
+        if error is not None:
+            event = live.sequence.fail()
         live.sequence.prompt_cache = []
+        if live.request.pin_s and live.request.store and error is None:
+            unpin = self.cache.pin((*live.request.prompt, *live.output), salt=live.request.salt)
+            self._pins.append((time.monotonic() + live.request.pin_s, unpin))
         if self._on_request is not None:
             self._on_request(event)
         if error is not None:
             live.asked.emit(Failed(error))
-            return
+            return failure
         stopped = bool(live.output) and live.output[-1] in self.model.tokenizer.eos_token_ids
         if rest := live.text.finish():
             live.asked.emit(Piece(tuple(rest), None))
@@ -622,6 +652,7 @@ class Engine:
                 event=event,
             )
         )
+        return None
 
     def _end_cancelled(self) -> None:
         if not self._cancelled:
@@ -633,15 +664,18 @@ class Engine:
             self._waiting -= len(queued)
         for asked in queued:
             asked.emit(Failed(EngineStoppedError("the request was cancelled while it waited.")))
+        self._settle()
         for live in [live for live in self._prefilling if live.request.id in gone]:
             self._prefilling.remove(live)
             self._end(live, cancelled=True)
         rows = {row for row, live in enumerate(self._rows) if live.request.id in gone}
-        for row in rows:
-            self._end(self._rows[row], cancelled=True)
-        self._leave(rows)
+        failures = [self._end(self._rows[row], cancelled=True) for row in rows]
+        if failure := next(filter(None, failures), None):
+            self._end_rows(failure)
+        else:
+            self._leave(rows)
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_all(self, error: Exception, *, publish: bool = False) -> None:
         live, queued = [*self._prefilling, *self._rows], [waiting.item for waiting in self._scheduler.queue]
         self._prefilling.clear()
         self._rows, self._sampled = [], None
@@ -649,7 +683,7 @@ class Engine:
         with self._lock:
             self._waiting -= len(queued)
         for item in live:
-            self._end(item, error=error)
+            self._end(item, error=error, publish=publish)
         for asked in queued:
             asked.emit(Failed(error))
 

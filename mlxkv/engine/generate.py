@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -28,7 +29,8 @@ Progress = Callable[[int, int], None]
 class Generation:
     """An iterator of token ids; `event` is the request's line once it has ended, however it ended.
 
-    Closing it (or leaving the loop and calling `close`) commits what is full and lets go of the pins.
+    Closing it (or leaving the loop and calling `close`) commits what is full and lets go of the pins. After an error
+    nothing more is committed, see `CachedSequence.fail`.
     """
 
     sequence: CachedSequence
@@ -93,14 +95,16 @@ def _run(
     on_progress: Progress,
 ) -> Iterator[int]:
     prefill(module, sequence, prompt, chunk_tokens, on_progress)
-    token = _queue(module, sequence, mx.array(prompt[-1:]), sampler)
+    with _computing(sequence):
+        token = _queue(module, sequence, mx.array(prompt[-1:]), sampler)
     ahead: mx.array | None = None
     for count in range(1, max_tokens + 1):
         # The next step is queued before this token is read, so that the device never waits for Python; but the first
         # token is handed out before: on a CPU, queueing a step waits for most of the one before.
-        if 1 < count < max_tokens:
-            ahead = _queue(module, sequence, token, sampler)
-        value = int(token.item())
+        with _computing(sequence):
+            if 1 < count < max_tokens:
+                ahead = _queue(module, sequence, token, sampler)
+            value = int(token.item())
         if count == 1:
             sequence.first_token()
             on_progress(len(prompt), len(prompt))
@@ -108,9 +112,10 @@ def _run(
         if value in stop_tokens:
             return
         yield value
-        sequence.commit()
-        if count < max_tokens:
-            token = _queue(module, sequence, token, sampler) if ahead is None else ahead
+        with _computing(sequence):
+            sequence.commit()
+            if count < max_tokens:
+                token = _queue(module, sequence, token, sampler) if ahead is None else ahead
 
 
 def prefill(
@@ -123,11 +128,13 @@ def prefill(
     on_progress(at, len(prompt))
     while at < last:
         stop = min((at // chunk_tokens + 1) * chunk_tokens, last, sequence.next_stop(at))
-        module(mx.array(prompt[at:stop])[None], cache=sequence.prompt_cache)
-        mx.eval([cache.state for cache in sequence.prompt_cache])
-        sequence.advance(stop - at)
-        at = stop
-        sequence.commit()
+        with _computing(sequence):
+            module(mx.array(prompt[at:stop])[None], cache=sequence.prompt_cache)
+            mx.eval([cache.state for cache in sequence.prompt_cache])
+            mx.synchronize()  # an error of the device that `eval` did not tell is told here
+            sequence.advance(stop - at)
+            at = stop
+            sequence.commit()
         if not on_cpu():
             mx.clear_cache()  # a GPU's buffers of this chunk's sizes; on a CPU they are used again
         on_progress(at, len(prompt))
@@ -141,6 +148,16 @@ def _queue(module: nn.Module, sequence: CachedSequence, token: mx.array, sampler
     sampled = sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
     mx.async_eval(sampled)
     return sampled
+
+
+@contextmanager
+def _computing(sequence: CachedSequence) -> Iterator[None]:
+    """An error in the body is one of the computation: nothing of it may be published, unlike of a run given up."""
+    try:
+        yield
+    except Exception:
+        sequence.fail()
+        raise
 
 
 def _ignore(done: int, total: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -168,13 +169,15 @@ class Adapter:
     def cut(self, source: Source, spans: Sequence[tuple[int, int]]) -> list[Payload]:
         """Copy tokens [start, stop) of each span out of a sequence, evaluated: one payload a span.
 
+        Raises whatever MLX has to say by then of this thread's stream, also of earlier work.
+
         Cost: one copy of the spans' bytes; the source is not changed and its buffers stay its own.
         """
         payloads = [
             tuple(mx.stack([source.rows(path, *span) for path in t.paths]) for t in self.layout.tensors)
             for span in spans
         ]
-        mx.eval(payloads)
+        _evaluate(payloads)
         return payloads
 
     def state(self, source: Source) -> Payload:
@@ -189,7 +192,7 @@ class Adapter:
         # As bytes: adding zero copies, and to a float it would turn -0.0 into 0.0.
         flat = [mx.contiguous(array, allow_col_major=False).view(mx.uint8) for array in state]
         copies = tuple((a + mx.zeros((), mx.uint8)).view(array.dtype) for a, array in zip(flat, state, strict=True))
-        mx.eval(copies)
+        _evaluate(copies)
         return copies
 
     def target(self, capacity_tokens: int, held_tokens: int) -> Target:
@@ -232,6 +235,18 @@ class Adapter:
             return trace_caches(self._module, self.new_prompt_cache(), BLOCK_TOKENS)
         except ModelError as error:
             raise UsageError(f"mlx-lm cannot run this model with quantised KV ({error}); leave KV bits out.") from error
+
+
+def _evaluate(arrays: Any) -> None:
+    """Evaluate what is about to be published, and wait until no stream has anything to say against it.
+
+    A GPU's error is told once, and maybe not by the `eval` it belongs to: MLX keeps it for the next call that looks, a
+    stream at a time. mlx-lm generates on a stream of its own.
+    """
+    mx.eval(arrays)
+    mx.synchronize()
+    if "mlx_lm.generate" in sys.modules:
+        mx.synchronize(sys.modules["mlx_lm.generate"].generation_stream)
 
 
 def _growing(short: Sequence[TracedCache], long: Sequence[TracedCache]) -> list[str]:

@@ -2,18 +2,22 @@
 
 `start` restores what is held for a prompt, all but one token at most; the caller runs the model over the rest with
 `sequence.prompt_cache`; `sequence.commit()` publishes full blocks as often as one likes; `sequence.finish()` keeps
-the tail, lets go of the pins and writes the request line.
+the tail, lets go of the pins and writes the request line. After an error `sequence.fail()` does so instead: what a
+device failed to compute looks like anything else, so nothing more is published and the last blocks are taken back.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
+from weakref import WeakSet
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,13 +40,24 @@ from mlxkv.core.config import COLD_BYTES, CacheConfig, default_hot_bytes
 from mlxkv.core.errors import ModelError, UsageError
 from mlxkv.core.platform import default_cache_dir
 from mlxkv.core.units import format_bytes, format_seconds, parse_bytes
-from mlxkv.models.adapter import Adapter, Payload, PromptCache, Source, Target, UncachedModelError, plain_prompt_cache
+from mlxkv.models.adapter import (
+    Adapter,
+    Payload,
+    PromptCache,
+    Source,
+    Target,
+    UncachedModelError,
+    leaves,
+    plain_prompt_cache,
+)
 from mlxkv.models.fingerprint import module_fields
 
 WELL_UNDER = 0.8  # a restore must take at most this share of the time computing takes
 START_S = 0.0005  # what a restore costs before the first byte
 SLACK_S, UNKNOWN_DEADLINE_S = 0.1, 60.0
 MEASURED_TOKENS = 32  # shorter prefills say little about the rate
+
+logger = logging.getLogger("mlxkv")
 
 
 class Restored(NamedTuple):
@@ -73,6 +88,7 @@ class BlockCache:
         self.prefill_rate = Rate()
         self._module = module
         self._roots: dict[str, BlockName] = {}
+        self._failed: WeakSet[Any] = WeakSet()  # caches of a prompt cache that could not be evaluated
         self._adapter: Adapter | None = None
         try:
             self._adapter = Adapter(module, kv_bits=kv_bits)
@@ -157,8 +173,12 @@ class BlockCache:
         if not len(tokens):
             raise UsageError("the prompt has no tokens; give at least one.")
         sequence = CachedSequence(self, pack(tokens), self.root(salt), marks, keep=keep, request=request)
-        while not sequence.poll(wait=wait) and wait:
-            pass
+        try:
+            while not sequence.poll(wait=wait) and wait:
+                pass
+        except BaseException:
+            sequence.fail()
+            raise
         return sequence
 
     def restore(self, tokens: Sequence[int], *, salt: str = "") -> Restored:
@@ -173,17 +193,32 @@ class BlockCache:
         `tokens` may be longer than what the cache holds (the last sampled token is not in it), or shorter.
         Returns the tokens that are held now, of both. A window layer can be cut in full only in the prompt cache that
         `restore` gave, which notes what the window forgets; states are kept when they end with a block.
+
+        Nothing is published while an exception is being handled, such as in a `finally` that it runs through, nor
+        of a prompt cache whose evaluation failed once: what was being computed then cannot be told from the rest. An
+        interrupt is no such exception.
         """
         if self._adapter is None or not len(tokens):
+            return 0
+        if isinstance(failure := sys.exception(), Exception):
+            logger.warning("nothing of a prompt cache was published: %r was being handled", failure)
+            return 0
+        parts = [leaf for _, leaf in leaves(prompt_cache)]
+        if any(leaf in self._failed for leaf in parts):
             return 0
         source = self._adapter.source(prompt_cache)
         held = source.tokens()
         if held is None:
             return 0
         committer = _Committer(self, self._adapter, self.root(salt), pack(tokens), uuid.uuid4().hex[:12])
-        committed = committer.commit(source, held, tail=True)
-        if self.layout.states and held % BLOCK_TOKENS == 0:
-            committer.checkpoint(held, self._adapter.state(source))
+        try:
+            committed = committer.commit(source, held, tail=True)
+            if self.layout.states and held % BLOCK_TOKENS == 0:
+                committer.checkpoint(held, self._adapter.state(source))
+        except Exception:
+            self._failed.update(parts)
+            committer.withdraw()
+            raise
         return committed
 
     @property
@@ -342,6 +377,7 @@ class CachedSequence:
         self.source: Source
         self.restore_s = 0.0
         self._position = 0
+        self._told = False  # by `advance`; else `commit` says that what the cache holds was computed
         self._checkpoints = positions(cache.layout, self.prompt_tokens, marks)
         self._latest: tuple[int, Payload] | None = None
         self._committer = _Committer(cache, self._adapter, root, packed, self.id) if self._adapter and keep else None
@@ -422,6 +458,7 @@ class CachedSequence:
 
     def advance(self, tokens: int) -> None:
         """Tell that the model was run over `tokens` more tokens with the prompt cache (evaluated or not)."""
+        self._told = True
         self._position += tokens
         decoding = self._position >= self.prompt_tokens
         if self._adapter is not None and self._cache.layout.states and decoding and not self._position % BLOCK_TOKENS:
@@ -434,25 +471,54 @@ class CachedSequence:
             self._committer.extend(token)
 
     def commit(self) -> None:
-        """Publish the full blocks that the prompt cache holds by now. Cheap when there is no new one."""
+        """Publish the full blocks of what was computed by now, which is what `advance` told, else all that the prompt
+        cache holds. Cheap when there is no new one.
+        """
         if self._committer is not None and self._adapter is not None:
+            if not self._told:
+                self._position = self.source.tokens() or self._position
+            self._committer.fresh.clear()
             self._committer.commit(self.source, self._position, tail=False)
             if self._position in self._checkpoints:
                 self._committer.checkpoint(self._position, self._adapter.state(self.source))
 
     def finish(self) -> RequestEvent:
-        """Commit what is full, keep the tail, unpin, log the request. A second call returns the same event."""
+        """Commit what is full, keep the tail, unpin, log the request. A second call returns the same event.
+
+        What the model was run over since the last `advance` or `commit` is not published.
+        """
         if self._event is None:
             try:
                 # An interrupt inside a forward pass leaves the layers at different tokens. Then there is nothing to
                 # add: full blocks went out as they were computed.
                 with suppress(ModelError):
                     self._commit_last()
-            finally:
-                self._cache.store.release(self.plan)
-                self._event = self._request_event()
-                self._cache.store.log.write(self._event)
+            except BaseException:
+                self.fail()
+                raise
+            self._end()
+        assert self._event is not None
         return self._event
+
+    def fail(self) -> RequestEvent:
+        """End after an error: publish nothing more, take back what was published last, unpin, log the request.
+
+        A device may tell of an error late, and by then what it failed to compute looks like anything else.
+        """
+        if self._event is None:
+            if self._committer is not None:
+                self._committer.withdraw()
+            if self._restoring is not None:  # nothing came of the plan
+                self._restoring = None
+                self._cache.store.shorten(self.plan, 0, "unreadable")
+            self._end()
+        assert self._event is not None
+        return self._event
+
+    def _end(self) -> None:
+        self._cache.store.release(self.plan)
+        self._event = self._request_event()
+        self._cache.store.log.write(self._event)
 
     def _commit_last(self) -> None:
         self.poll(wait=True)
@@ -493,6 +559,8 @@ class _Committer:
         self._root = root
         self._packed = bytearray(packed)
         self._names: list[BlockName] = []
+        self.fresh: list[BlockName] = []
+        """What was published since the last turn, whose work may still turn out to have failed."""
 
     def extend(self, token: int) -> None:
         self._packed += token.to_bytes(TOKEN_BYTES, "little")
@@ -501,11 +569,11 @@ class _Committer:
         """Publish what is full, and the rest as a tail if asked; returns the tokens seen in both.
 
         Args:
-            position: tokens that the model has seen, for a model whose cache does not say.
+            position: tokens that were computed; a cache may count those of a step that failed too.
         """
         store = self._cache.store
         held = source.tokens()
-        tokens = min(position if held is None else held, len(self._packed) // TOKEN_BYTES)
+        tokens = min(position, position if held is None else held, len(self._packed) // TOKEN_BYTES)
         new: list[BlockIdentity] = []
         while (len(self._names) + 1) * BLOCK_TOKENS <= tokens:
             block = self._next_block()
@@ -523,9 +591,12 @@ class _Committer:
         if spans:
             payloads = self._adapter.cut(source, spans)
             for block, payload in zip(new, payloads, strict=False):
+                self.fresh.append(block.name)
                 store.commit(block, payload, request=self._request)
             if tail:
-                store.commit_tail(self._identity(full, tokens), payloads[-1], request=self._request)
+                block = self._identity(full, tokens)
+                self.fresh.append(block.name)
+                store.commit_tail(block, payloads[-1], request=self._request)
         source.forget(tokens // BLOCK_TOKENS * BLOCK_TOKENS)
         return tokens if tail else full
 
@@ -537,7 +608,15 @@ class _Committer:
         block = self._identity(index * BLOCK_TOKENS, position)
         found = checkpoint_identity(block)
         if not self._cache.store.holds(found.name, found.parent, first=False):
-            self._cache.store.commit(found, self._adapter.checkpoint(state), request=self._request)
+            copy = self._adapter.checkpoint(state)
+            self.fresh.append(found.name)
+            self._cache.store.commit(found, copy, request=self._request)
+
+    def withdraw(self) -> None:
+        """Take back what was published since the last turn."""
+        if self.fresh:
+            self._cache.store.withdraw(self.fresh, request=self._request)
+        self.fresh = []
 
     def _next_block(self) -> BlockIdentity:
         start = len(self._names) * BLOCK_TOKENS

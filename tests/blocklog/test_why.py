@@ -187,6 +187,7 @@ SAID_BY_THE_CACHE = {
     "evicted": "evicted",
     "damaged": "damaged",
     "unreadable": "unreadable",
+    "withdrawn": "withdrawn",
     "its cache is of a class mlxkv does not know": "uncached",
 }
 
