@@ -26,7 +26,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxkv.core.platform import load_fast_blas, machine_description
+from mlxkv.core.blas import load_fast_blas
+from mlxkv.core.platform import machine_description
 from mlxkv.core.units import format_bytes
 
 PACKAGES = ("mlxkv", "mlx", "mlx-lm", "numpy")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mlxkv.core.platform import load_fast_blas
+from mlxkv.core.blas import check_mlx, load_fast_blas
 
 if TYPE_CHECKING:
     from mlxkv.models.block_cache import BlockCache
@@ -22,6 +22,7 @@ __all__ = ["BlockCache", "load"]
 __version__ = "0.1.0"
 
 load_fast_blas()  # before anything imports mlx: the first library with cblas_sgemm wins
+check_mlx()
 
 _HOMES = {"BlockCache": "mlxkv.models.block_cache", "load": "mlxkv.models.loader"}
 

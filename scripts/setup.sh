@@ -2,7 +2,7 @@
 # Sourced by scripts/demo and scripts/test, after `root` is set: makes .venv, once.
 #
 #   set_up          mlxkv, the demo weights, and on Linux a fast BLAS
-#   set_up dev      the same, the dev group, and on Debian the browser that tests of the dashboard run in
+#   set_up dev      the same, the dev group, and on Debian the browser and the emulator that tests run in
 #
 # Everything said here goes to stderr: stdout belongs to what runs afterwards. A stamp in .venv remembers what was
 # installed for which pyproject.toml, so that a second run starts at once.
@@ -61,9 +61,9 @@ install_dev() {
 
 loads() { "$python" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' "$1" >/dev/null 2>&1; }
 
-# 0 when long prompts would be slow on this machine for want of a library.
+# 0 when long prompts would be slow on this machine for want of a library: each one found is tried on this CPU first.
 wants_blas() {
-    "$python" -c 'import sys; from mlxkv.core.platform import load_fast_blas; sys.exit(load_fast_blas().fix is None)'
+    "$python" -c 'import sys; from mlxkv.core.blas import load_fast_blas; sys.exit(load_fast_blas().path is not None)'
 }
 
 # Never waits for an answer, and not for ever for a mirror or for another apt-get.
@@ -95,6 +95,12 @@ install_blas() {
         say "Installing OpenBLAS (20 MB) ..."
         pip install --no-deps cmeel-openblas || :
     fi
+    # The wheel is built for one CPU; Debian's package and MKL choose their kernels by the one they find.
+    if wants_blas; then debian_install libopenblas0-pthread "A BLAS that runs on this CPU" || :; fi
+    if wants_blas && [ "$(uname -m)" = x86_64 ]; then
+        say "Installing MKL (600 MB), for no other fast BLAS runs on this CPU ..."
+        pip install mkl || :
+    fi
     if wants_blas; then
         say "No fast BLAS on this machine: going on without, and long prompts will be slow. mlxkv doctor says more."
     fi
@@ -105,6 +111,13 @@ install_browser() {
     [ ! -x /usr/bin/chromium ] && [ -e /etc/debian_version ] || return 0
     debian_install chromium "The dashboard's tests" || :
     [ -x /usr/bin/chromium ] || say "No chromium on this machine: the tests of the dashboard will be skipped."
+}
+
+# Without an emulator the tests of older CPUs are skipped: nothing in here may end the script.
+install_emulator() {
+    [ "$(uname -m)" = x86_64 ] && [ -e /etc/debian_version ] || return 0
+    command -v qemu-x86_64 >/dev/null 2>&1 || debian_install qemu-user "The tests of older CPUs" || :
+    command -v qemu-x86_64 >/dev/null 2>&1 || say "No qemu-user on this machine: the tests of older CPUs will be skipped."
 }
 
 # What the stamp holds: another pyproject.toml, another set-up or another place of the checkout installs again.
@@ -125,6 +138,7 @@ set_up() {
     if [ "${1:-}" = dev ]; then
         install_dev
         install_browser
+        install_emulator
     fi
     install_blas
     fingerprint >"$stamp"

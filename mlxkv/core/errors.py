@@ -6,6 +6,7 @@
     ├── ModelError              2   400   the model's files or config cannot be used
     ├── BudgetError             1   503   it does not fit
     ├── CacheRootError          1   500   the cache directory cannot be trusted or used
+    ├── UnusableMlxError        1   500   MLX cannot run on this CPU
     └── DamagedBlockError       1   500   a block file is not what it claims; always handled as a miss
 
 A message is one sentence that ends in what to do; the command line prints it as it is.
@@ -49,6 +50,10 @@ class BudgetError(MlxkvError):
 
 class CacheRootError(MlxkvError):
     """The cache directory is missing, unsafe or of another format."""
+
+
+class UnusableMlxError(MlxkvError):
+    """MLX's build dies on this CPU; raised where it is imported."""
 
 
 class DamagedBlockError(MlxkvError):

@@ -1,23 +1,16 @@
-"""What differs from machine to machine: BLAS, open files, the cache's place, how a file is made durable.
-
-Never imports MLX, and must not: a fast BLAS only takes effect when it is loaded before `mlx.core` is.
-"""
+"""What differs from machine to machine: open files, the cache's place, how a file is made durable."""
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import platform
 import resource
-import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,113 +18,8 @@ import platformdirs
 
 from mlxkv.core.units import format_bytes
 
-_OPENBLAS = "libopenblas.so.0"
-_NVIDIA = ("/dev/nvidia0", "/proc/driver/nvidia")
 _ENOUGH_OPEN_FILES = 8192
 _F_BARRIERFSYNC = 85  # <sys/fcntl.h> of macOS; Python's fcntl does not name it
-
-
-@dataclass(frozen=True)
-class BlasReport:
-    """Which BLAS MLX's float32 matrix products on the CPU will use.
-
-    `name` and `path` are None when MLX keeps its own reference BLAS. `fix` is a command to type, and is there only
-    when long prompts will be slow without anybody having asked for it.
-    """
-
-    name: str | None
-    path: str | None
-    why: str
-    fix: str | None = None
-
-    @property
-    def warning(self) -> str | None:
-        """One sentence to show once, or None when there is nothing to fix."""
-        return f"{self.why}; long prompts will be slow. To fix it: {self.fix}" if self.fix else None
-
-
-@cache
-def load_fast_blas() -> BlasReport:
-    """Find MKL or OpenBLAS and load it ahead of the reference BLAS that `mlx[cpu]` brings; once a process.
-
-    MLX calls plain `cblas_sgemm`, and the first library of the process that has it wins, so this must run before
-    `import mlx.core`: `mlxkv/__init__.py` calls it first of all. Linux without a GPU only.
-    `MLXKV_BLAS=none` leaves MLX alone, `MLXKV_BLAS=/path/to/lib.so` names the library.
-
-    Cost: 1 to 4 ms, most of it mapping the library.
-    """
-    wish = os.environ.get("MLXKV_BLAS", "")
-    if sys.platform == "darwin":
-        return BlasReport("Accelerate", None, "macOS brings it, and MLX is built on it")
-    if wish == "none":
-        return BlasReport(None, None, "switched off by MLXKV_BLAS=none")
-    if "mlx.core" in sys.modules:
-        return BlasReport(None, None, "mlx.core was imported before mlxkv", "import mlxkv before mlx")
-    if wish:
-        try:
-            return BlasReport(*_load(wish), "named by MLXKV_BLAS")
-        except OSError as error:
-            return BlasReport(None, None, f"MLXKV_BLAS={wish} cannot be loaded ({error})", "unset MLXKV_BLAS")
-    if any(os.path.exists(path) for path in _NVIDIA):
-        return BlasReport(None, None, "this machine has a GPU, which computes instead")
-    failures: list[str] = []
-    for library, origin in _candidates(sys.path, sys.prefix):
-        try:
-            return BlasReport(*_load(library), origin)
-        except OSError as error:
-            if library != _OPENBLAS:
-                failures.append(f"{origin} cannot be loaded ({error})")
-    return BlasReport(None, None, "; ".join(failures) or "no OpenBLAS and no MKL found", _install_command())
-
-
-def _candidates(search_path: list[str], prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield (library, where it comes from), best first; those given by path exist.
-
-    Wheels come before the system's library: someone put them here on purpose, and they are newer. Float32 products
-    of 768 x 768 on two cores of a 2023 Xeon: reference 2.7 GFLOP/s, Debian 12's OpenBLAS 0.3.21 35,
-    cmeel-openblas 0.3.31 200, mkl 2026.2 240.
-    """
-    for library in sorted(Path(prefix, "lib").glob("libmkl_rt.so.*"), reverse=True):
-        yield str(library), "the wheel mkl"
-    for folder in search_path:
-        wheel = Path(folder, "cmeel.prefix", "lib", _OPENBLAS)
-        if wheel.is_file():
-            yield str(wheel), "the wheel cmeel-openblas"
-    yield _OPENBLAS, "the system's OpenBLAS"
-
-
-def _load(library: str) -> tuple[str, str]:
-    """Load `library` for every later library to see; its name and path. Raises OSError when it is no BLAS."""
-    handle = ctypes.CDLL(library)
-    try:
-        handle.cblas_sgemm  # noqa: B018 - reading the attribute is the look-up
-    except AttributeError:
-        raise OSError(f"{library} has no cblas_sgemm") from None
-    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
-    file_name = os.path.basename(library)
-    name = "OpenBLAS" if "openblas" in file_name else "MKL" if "mkl" in file_name else file_name
-    return name, library if "/" in library else _mapped_path(library)
-
-
-def _mapped_path(file_name: str) -> str:
-    """Where the dynamic linker found a library that was asked for by name; the name itself when it does not say."""
-    stem = file_name.partition(".so")[0]
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
-        for line in maps:
-            path = line.rstrip("\n").partition("/")[2]
-            if os.path.basename(path).startswith(stem):
-                return f"/{path}"
-    return file_name
-
-
-def _install_command() -> str:
-    """What brings a BLAS to this machine; the wheel needs the system's libgfortran.so.5, Debian's package brings it."""
-    try:
-        ctypes.CDLL("libgfortran.so.5")
-    except OSError:
-        if shutil.which("apt-get"):
-            return f"{'' if os.geteuid() == 0 else 'sudo '}apt-get install libopenblas0-pthread"
-    return f"{shlex.quote(sys.executable)} -m pip install --no-deps cmeel-openblas"
 
 
 class OpenFilesLimit(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
-from mlxkv.core.platform import load_fast_blas
+from mlxkv.core.blas import load_fast_blas
 from mlxkv.engine.generate import Progress, generate
 from mlxkv.models.block_cache import BlockCache
 from mlxkv.models.chat import render

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxkv.core.platform import BlasReport, OpenFilesLimit
+from mlxkv.core.blas import BlasReport
+from mlxkv.core.platform import OpenFilesLimit
+from mlxkv.core.trial import Trial
 from mlxkv_cli.commands.doctor import (
     blas_findings,
     demo_findings,
@@ -130,10 +132,21 @@ def test_the_demo_model_is_found_by_its_size_where_it_is_installed():
 
 
 def test_a_slow_blas_is_named_with_the_command_that_mends_it():
-    assert list(blas_findings(BlasReport("OpenBLAS", "/lib/libopenblas.so.0", "found"))) == []
-    assert list(blas_findings(BlasReport(None, None, "switched off by MLXKV_BLAS=none"))) == []
-    (finding,) = blas_findings(BlasReport(None, None, "no OpenBLAS and no MKL found", "apt-get install libopenblas0"))
+    passed = [Trial("/lib/libopenblas.so.0", "the system's OpenBLAS", "passed")]
+    assert list(blas_findings(BlasReport("OpenBLAS", "/lib/libopenblas.so.0", "found"), passed)) == []
+    assert list(blas_findings(BlasReport(None, None, "switched off by MLXKV_BLAS=none"), [])) == []
+    (finding,) = blas_findings(BlasReport(None, None, "no OpenBLAS", "apt-get install libopenblas0"), [])
     assert finding.fix == "apt-get install libopenblas0"
+
+
+def test_a_wheel_that_dies_here_is_a_hint_where_another_library_computes():
+    tried = [
+        Trial("/lib/x.so", "the wheel cmeel-openblas", "died by SIGILL"),
+        Trial("/lib/y.so", "the other", "passed"),
+    ]
+    (finding,) = blas_findings(BlasReport("OpenBLAS", "/lib/y.so", "the other"), tried)
+    assert finding.optional
+    assert "died by SIGILL on this CPU" in finding.problem
 
 
 def test_a_missing_package_is_named_with_how_to_install_it():

@@ -1,26 +1,21 @@
-"""BLAS, open files, durability: asked of the real machine, in a process of its own where they change the process."""
+"""Open files, durability: asked of the real machine, in a process of its own where they change the process."""
 
 import os
 import resource
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
-from mlxkv.core import platform
 from mlxkv.core.platform import (
     default_cache_dir,
-    load_fast_blas,
     machine_description,
     physical_bytes,
     process_is_alive,
     sync_file,
     sync_file_fully,
 )
-
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS brings Accelerate")
 
 
 def run(code: str, **environment: str) -> str:
@@ -34,110 +29,6 @@ def run(code: str, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-REPORT = """
-    from mlxkv.core.platform import load_fast_blas
-    report = load_fast_blas()
-    print(report.name, report.path, report.why, report.fix, report.warning, sep="|")
-"""
-
-
-def test_the_module_does_not_import_mlx():
-    assert (
-        run("import sys, mlxkv.core.platform; print('mlx' in sys.modules, 'mlx.core' in sys.modules)") == "False False"
-    )
-
-
-def test_the_library_is_looked_for_once():
-    assert load_fast_blas() is load_fast_blas()
-
-
-@pytest.mark.skipif(sys.platform != "darwin", reason="macOS only")
-def test_on_macos_it_is_accelerate():
-    assert load_fast_blas().name == "Accelerate"
-
-
-@on_linux
-def test_mlxkv_blas_none_leaves_mlx_alone_and_nothing_to_fix():
-    assert run(REPORT, MLXKV_BLAS="none") == "None|None|switched off by MLXKV_BLAS=none|None|None"
-
-
-@on_linux
-def test_a_path_that_cannot_be_loaded_is_a_warning_that_ends_in_what_to_do():
-    name, path, why, fix, warning = run(REPORT, MLXKV_BLAS="/nowhere/libblas.so").split("|")
-    assert (name, path, fix) == ("None", "None", "unset MLXKV_BLAS")
-    assert "/nowhere/libblas.so cannot be loaded" in why
-    assert warning.endswith("unset MLXKV_BLAS")
-
-
-@on_linux
-def test_a_library_without_cblas_sgemm_is_not_taken_for_a_blas():
-    name, _, why, _, _ = run(REPORT, MLXKV_BLAS="libm.so.6").split("|")
-    assert name == "None"
-    assert "no cblas_sgemm" in why
-
-
-@on_linux
-def test_after_mlx_it_is_too_late_and_the_report_says_so():
-    name, _, why, fix, _ = run("import mlx.core\n" + textwrap.dedent(REPORT), MLXKV_BLAS="").split("|")
-    assert (name, why, fix) == ("None", "mlx.core was imported before mlxkv", "import mlxkv before mlx")
-
-
-@on_linux
-def test_what_was_loaded_is_what_the_rest_of_the_process_links_to():
-    printed = run(
-        """
-        import ctypes
-        from mlxkv.core.platform import load_fast_blas
-        report = load_fast_blas()
-        def address(library):
-            return ctypes.cast(ctypes.CDLL(library).cblas_sgemm, ctypes.c_void_p).value
-        print(report.path is None or address(None) == address(report.path), report.path)
-        """,
-        MLXKV_BLAS="",
-    )
-    same, path = printed.split(maxsplit=1)
-    if path == "None":
-        pytest.skip("no fast BLAS on this machine")
-    assert same == "True"
-    assert Path(path).is_file()
-
-
-@on_linux
-def test_with_a_gpu_no_blas_is_loaded_and_nothing_needs_fixing(tmp_path, monkeypatch):
-    monkeypatch.setattr(platform, "_NVIDIA", (str(tmp_path),))
-    monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
-    monkeypatch.delenv("MLXKV_BLAS", raising=False)
-    report = load_fast_blas.__wrapped__()
-    assert (report.name, report.fix) == (None, None)
-    assert "GPU" in report.why
-
-
-@on_linux
-def test_a_wheel_that_does_not_load_is_named_with_the_command_that_mends_it(tmp_path, monkeypatch):
-    wheel = tmp_path / "cmeel.prefix" / "lib" / "libopenblas.so.0"
-    wheel.parent.mkdir(parents=True)
-    wheel.write_bytes(b"not a library")
-    monkeypatch.setattr(platform, "_candidates", lambda *_: [(str(wheel), "the wheel cmeel-openblas")])
-    monkeypatch.setattr(platform, "_NVIDIA", ())
-    monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
-    monkeypatch.delenv("MLXKV_BLAS", raising=False)
-    report = load_fast_blas.__wrapped__()
-    assert report.name is None
-    assert "the wheel cmeel-openblas cannot be loaded" in report.why
-    assert "install" in report.fix
-
-
-def test_wheels_are_tried_before_the_system_and_only_when_they_are_there(tmp_path):
-    site, prefix = tmp_path / "site-packages", tmp_path / "prefix"
-    assert [origin for _, origin in platform._candidates([str(site)], str(prefix))] == ["the system's OpenBLAS"]
-    openblas, mkl = site / "cmeel.prefix" / "lib" / "libopenblas.so.0", prefix / "lib" / "libmkl_rt.so.3"
-    for library in (openblas, mkl):
-        library.parent.mkdir(parents=True)
-        library.touch()
-    found = [library for library, _ in platform._candidates(["", str(site)], str(prefix))]
-    assert found == [str(mkl), str(openblas), "libopenblas.so.0"]
 
 
 def may_raise_a_hard_limit() -> bool:
@@ -211,7 +102,7 @@ def test_raising_the_limit_stops_at_the_hard_one():
     assert printed == "300 512 512 512 512 512"
 
 
-@on_linux
+@pytest.mark.skipif(sys.platform != "linux", reason="the rule of other desktops")
 def test_the_default_cache_root_follows_the_users_setting(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache_dir() == tmp_path / "mlxkv" / "blocks"

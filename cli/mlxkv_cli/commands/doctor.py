@@ -9,21 +9,22 @@ import shlex
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from mlxkv.core.blas import BlasReport, choose_blas, load_fast_blas
+from mlxkv.core.errors import UnusableMlxError
 from mlxkv.core.platform import (
-    BlasReport,
     OpenFilesLimit,
     default_cache_dir,
-    load_fast_blas,
     machine_description,
     open_files_limit,
 )
+from mlxkv.core.trial import Trial
 from mlxkv.core.units import GIB, format_bytes
 from mlxkv_cli.options import CacheDir, Json
 from mlxkv_cli.output import Output
@@ -82,6 +83,7 @@ def doctor(cache_dir: CacheDir = None, as_json: Json = False) -> None:
     Exit code 1 when something needs mending.
     """
     output = Output(json=as_json)
+    tried = choose_blas(again=True).tried
     blas = load_fast_blas()
     versions = installed_versions()
     machine = machine_description()
@@ -92,7 +94,7 @@ def doctor(cache_dir: CacheDir = None, as_json: Json = False) -> None:
     findings = [
         *package_findings(versions),
         *device_findings,
-        *blas_findings(blas),
+        *blas_findings(blas, tried),
         *root_findings,
         *open_files_findings(files),
         *demo_findings(weights),
@@ -102,6 +104,7 @@ def doctor(cache_dir: CacheDir = None, as_json: Json = False) -> None:
         ("machine", str(machine)),
         ("device", str(device)),
         ("BLAS", f"{blas.name or 'reference'}: {blas.path or blas.why}"),
+        *(("", f"{trial.origin} {trial.verdict}") for trial in tried),
         ("cache", str(root)),
         ("open files", f"{_count(files.soft)} of at most {_count(files.hard)}"),
         ("demo model", str(weights or "not installed")),
@@ -112,7 +115,7 @@ def doctor(cache_dir: CacheDir = None, as_json: Json = False) -> None:
         versions=versions,
         machine=machine,
         device=device,
-        blas=blas,
+        blas=replace(blas, tried=tried),
         cache=root,
         open_files=files._asdict(),
         demo_weights=weights,
@@ -147,6 +150,8 @@ def look_at_device() -> tuple[Device, list[Finding]]:
     """Ask MLX where it computes; importing it is part of the examination."""
     try:
         import mlx.core as mx
+    except UnusableMlxError as error:
+        return Device(None, None, None, None), [Finding(str(error), _pip("install --no-binary mlx mlx"))]
     except ImportError as error:
         wanted = "mlx" if sys.platform == "darwin" else shlex.quote("mlx[cpu]")
         finding = Finding(f"MLX cannot be imported ({error})", _pip(f"install --force-reinstall {wanted}"))
@@ -160,10 +165,14 @@ def look_at_device() -> tuple[Device, list[Finding]]:
     ), []
 
 
-def blas_findings(blas: BlasReport) -> Iterator[Finding]:
-    """MLX's own BLAS where a faster one was to be had."""
+def blas_findings(blas: BlasReport, tried: Sequence[Trial]) -> Iterator[Finding]:
+    """MLX's own BLAS where a faster one was to be had; a library that is not what was asked for, or of no use here."""
     if blas.fix:
-        yield Finding(f"{blas.why}; long prompts take minutes on this CPU", blas.fix)
+        yield Finding(blas.why if blas.name else f"{blas.why}; long prompts take minutes on this CPU", blas.fix)
+    for trial in tried:
+        if trial.origin == "the wheel cmeel-openblas" and not trial.passed:
+            problem = f"{trial.origin} {trial.verdict} on this CPU, so it is passed over"
+            yield Finding(problem, _pip("uninstall cmeel-openblas"), optional=True)
 
 
 def look_at_cache_root(path: Path) -> tuple[CacheRoot, list[Finding]]:
