@@ -285,7 +285,9 @@ def test_a_command_on_such_a_machine_ends_with_the_sentence_and_not_by_a_signal(
     forget = "import mlxkv.core.trial as trial\ntrial._recall = lambda key: None\n"
     site.write_text(f"import os, mlxkv.core.blas as blas\n{forget}blas._run_mlx = os.abort\nblas.check_mlx()\n")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    command = "import sys; sys.argv = ['mlxkv', 'explain', 'lab', '1']; from mlxkv_cli.__main__ import main; sys.exit(main())"
+    command = (
+        "import sys; from mlxkv_cli.__main__ import main; sys.argv[1:] = ['explain', 'lab', '1']; sys.exit(main())"
+    )
     done = run(command, PYTHONPATH=path, MLXKV_BLAS="none")
     assert done.returncode == 1, (done.returncode, done.stderr)
     assert "MLX died by SIGABRT on this CPU" in done.stderr
