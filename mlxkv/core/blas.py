@@ -32,6 +32,7 @@ _NVIDIA = ("/dev/nvidia0", "/proc/driver/nvidia")
 _SHAPES = ((1, 64, 64), (7, 33, 65), (64, 64, 64), (130, 257, 96), (300, 576, 320))
 """M, K, N: a vector, odd edges, a block, and more than the blocks of a kernel, which threads share."""
 _ROW_MAJOR, _PLAIN, _TRANSPOSED = 101, 111, 112
+_RTLD_DI_LINKMAP = 2  # <dlfcn.h>
 
 logger = logging.getLogger("mlxkv")
 
@@ -229,18 +230,23 @@ def _name(path: str) -> str:
 
 
 def _mapped_path(file_name: str) -> str:
-    """In a child: load a library by name and look where it was."""
+    """In a child: load a library by name and ask the dynamic linker where it was."""
     try:
-        ctypes.CDLL(file_name)
+        handle = ctypes.CDLL(file_name)
     except OSError:
         return _NOT_INSTALLED
-    stem = file_name.partition(".so")[0]
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
-        for line in maps:
-            path = line.rstrip("\n").partition("/")[2]
-            if os.path.basename(path).startswith(stem):
-                return f"/{path}"
-    return _NOT_INSTALLED
+    linked = ctypes.POINTER(_LinkMap)()
+    dlinfo = ctypes.CDLL(None).dlinfo
+    dlinfo.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    if dlinfo(handle._handle, _RTLD_DI_LINKMAP, ctypes.byref(linked)) != 0:
+        return _NOT_INSTALLED
+    return os.path.realpath(os.fsdecode(linked.contents.path))
+
+
+class _LinkMap(ctypes.Structure):
+    """The head of `struct link_map`, <link.h>."""
+
+    _fields_ = [("address", ctypes.c_void_p), ("path", ctypes.c_char_p)]
 
 
 def _install_command(failed: Sequence[Trial]) -> str:

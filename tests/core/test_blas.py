@@ -5,6 +5,7 @@ The libraries that crash, lie and hang are real ones, compiled here; the older C
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -125,6 +126,12 @@ def test_a_library_that_another_one_needs_is_tried_again_once_it_may_be_there(tm
 
 def test_a_library_without_a_product_is_not_taken_for_a_blas() -> None:
     assert try_blas("libm.so.6", "here").verdict == "has no cblas_sgemm"
+
+
+def test_a_library_is_not_mistaken_for_another_one_whose_name_begins_alike(tmp_path: Path) -> None:
+    beside = shutil.copy(library(tmp_path, "is right"), tmp_path / "libmkl_rt.so.3")
+    ctypes.CDLL(str(beside))
+    assert Path(blas._mapped_path("libm.so.6")).name.startswith("libm.so")
 
 
 def test_the_next_candidate_is_taken_and_what_each_did_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
