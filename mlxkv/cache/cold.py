@@ -349,11 +349,13 @@ class ColdTier:
     def shrink(self, budget_bytes: int, *, reason: str = "budget") -> tuple[int, int]:
         """Evict until the root holds at most `budget_bytes`; returns blocks and bytes deleted."""
         index = self._online()
-        with index.transaction():
-            before = self.counters.evicted_blocks
-            freed = index.used_bytes()
-            self._make_room(index, 0, budget_bytes, keep=None, reason=reason)
-            freed -= index.used_bytes()
+        before, freed = self.counters.evicted_blocks, 0
+        while budget_bytes >= 0:
+            with index.transaction():
+                gone = None if self._fits(index, 0, budget_bytes) else self._evict_one(index, keep=None, reason=reason)
+            if gone is None:
+                break
+            freed += gone
         return self.counters.evicted_blocks - before, freed
 
     def delete(self, rows: Sequence[Row], *, reason: str) -> tuple[int, int]:
@@ -483,21 +485,9 @@ class ColdTier:
         started = time.perf_counter()
         path = self.path(block)
         size = codec.file_bytes(block, layout)
-        reserve = -(-size // PAGE) * PAGE
-        with index.transaction():
-            if index.is_held(block.name, writing=True):
-                return "held"
-            if block.index > 0 and not index.is_held(block.parent, writing=False):
-                return "parent not held"
-            if self.daily_write_bytes is not None and self.written_today_bytes() + size > self.daily_write_bytes:
-                return "daily write allowance"
-            if index.others_wrote():
-                self._measure()  # they may have made directories
-            room = reserve + INDEX_ROOM_BYTES + (0 if path.parent.is_dir() else 2 * PAGE)
-            if not self._make_room(index, room, self._effective_budget(index), keep=block.parent, reason="budget"):
-                return "no room"
-            index.insert(block, reserve, writer=os.getpid())
-            self._in_progress.add(path)
+        refused = self._enter(index, block, path, size)
+        if refused is not None:
+            return refused
         try:
             written, physical = self._write_file(path, block, layout, views)
             with index.transaction():
@@ -518,6 +508,29 @@ class ColdTier:
                        bytes=written, tier="cold", ms=round((time.perf_counter() - started) * 1e3, 3))
         )  # fmt: skip
         return None
+
+    def _enter(self, index: Index, block: BlockIdentity, path: Path, size: int) -> str | None:
+        """Make room for a file of `size` bytes and enter its row, as one being written; or the reason why not."""
+        reserve = -(-size // PAGE) * PAGE
+        while True:
+            # One eviction a transaction: a process killed in it leaves one row without its file, not many.
+            with index.transaction():
+                if index.is_held(block.name, writing=True):
+                    return "held"
+                if block.index > 0 and not index.is_held(block.parent, writing=False):
+                    return "parent not held"
+                if self.daily_write_bytes is not None and self.written_today_bytes() + size > self.daily_write_bytes:
+                    return "daily write allowance"
+                if index.others_wrote():
+                    self._measure()  # they may have made directories
+                room = reserve + INDEX_ROOM_BYTES + (0 if path.parent.is_dir() else 2 * PAGE)
+                budget_bytes = self._effective_budget(index)
+                if self._fits(index, room, budget_bytes):
+                    index.insert(block, reserve, writer=os.getpid())
+                    self._in_progress.add(path)
+                    return None
+                if room > budget_bytes or self._evict_one(index, keep=block.parent, reason="budget") is None:
+                    return "no room"
 
     def _write_file(self, path: Path, block: BlockIdentity, layout: Layout, views: Sequence[View]) -> tuple[int, int]:
         """Write under a temporary name, make durable, then give the name; returns bytes and physical bytes."""
@@ -550,21 +563,25 @@ class ColdTier:
         free = shutil.disk_usage(self.directory).free - unspent_log_bytes(self.directory)
         return min(self.budget_bytes, index.used_bytes() + self._overhead_bytes + free - self.floor_bytes)
 
-    def _make_room(self, index: Index, nbytes: int, budget_bytes: int, *, keep: BlockName | None, reason: str) -> bool:
-        """Evict until `nbytes` more fit; inside a transaction. False when they cannot."""
-        if nbytes > budget_bytes:
-            return False
-        while index.used_bytes() + self._overhead_bytes + nbytes > budget_bytes:
-            if self._drop_quarantined():
-                continue
-            with self._pins_lock:
-                kept = {*self._pins, keep}
-            victim = next((row for row in index.victims() if row.name not in kept), None)
-            if victim is None:
-                return False
-            self._evict(index, victim, reason)
-            self.counters.evicted_blocks += 1
-        return True
+    def _fits(self, index: Index, nbytes: int, budget_bytes: int) -> bool:
+        """Whether `nbytes` more are within the budget, as the current transaction sees it."""
+        return index.used_bytes() + self._overhead_bytes + nbytes <= budget_bytes
+
+    def _evict_one(self, index: Index, *, keep: BlockName | None, reason: str) -> int | None:
+        """Delete what can be missed most, inside a transaction.
+
+        Returns the bytes of the block that went, 0 for a file in quarantine, None when there is nothing to delete.
+        """
+        if self._drop_quarantined():
+            return 0
+        with self._pins_lock:
+            kept = {*self._pins, keep}
+        victim = next((row for row in index.victims() if row.name not in kept), None)
+        if victim is None:
+            return None
+        self._evict(index, victim, reason)
+        self.counters.evicted_blocks += 1
+        return victim.nbytes
 
     def _evict(self, index: Index, row: Row, reason: str) -> None:
         # The file goes first: a crash between the two leaves a row without a file, which is a miss and is counted.

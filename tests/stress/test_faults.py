@@ -712,6 +712,45 @@ def test_a_process_killed_while_it_writes_leaves_fewer_blocks_and_never_a_bad_on
     assert block_files(directory)
 
 
+KILLED_WHILE_EVICTING = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[3])
+from pathlib import Path
+from blocks import ROOT, block_layout, payload_of, random_blocks, views_of
+from mlxkv.cache.block_log import BlockLog
+from mlxkv.cache.cold import ColdTier
+
+unlink, wanted, seen = os.unlink, int(sys.argv[2]), 0
+
+def unlink_and_die(path, *more, **named):
+    global seen
+    unlink(path, *more, **named)
+    seen += str(path).endswith(".safetensors")
+    if seen == wanted:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+tier = ColdTier(Path(sys.argv[1]), 4 * 2**20, floor_bytes=0, daily_write_bytes=None, log=BlockLog())
+tier.open()
+small, large = block_layout(65536), block_layout(2**20)
+for seed in range(60):
+    for block in random_blocks(1, seed):
+        tier.write(block, small, views_of(payload_of(block, small)))
+os.unlink = unlink_and_die
+for block in random_blocks(1, 1000):
+    tier.write(block, large, views_of(payload_of(block, large)))
+tier.shrink(2**20)
+"""
+
+
+@pytest.mark.parametrize("unlinks", [1, 2, 5, 13, 20])
+def test_a_process_killed_while_it_makes_room_leaves_at_most_one_row_without_its_file(
+    tmp_path: Path, unlinks: int
+) -> None:
+    command = [sys.executable, "-c", KILLED_WHILE_EVICTING, str(tmp_path / "blocks"), str(unlinks), str(TESTS)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    is_whole(tmp_path / "blocks", lost_files=1)
+
+
 def test_closing_writes_every_hot_block_through_a_queue_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_down(monkeypatch, 0.005)
     blocks = [*random_blocks(6, seed=1), *random_blocks(6, seed=2)]
