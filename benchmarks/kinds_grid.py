@@ -2,8 +2,8 @@
 
     python benchmarks/kinds_grid.py [--only NAME ...] [--rows FILE] [--page docs/kinds.md]
 
-The scenes are those of tests/models/test_kinds.py with every prompt length, and those of
-tests/models/test_every_architecture.py. Takes about ten minutes on one core. Exits with 1 when something differs.
+The scenes are those of tests/prompt_cache/test_kinds.py with every prompt length, and those of
+tests/prompt_cache/test_every_architecture.py. Takes about ten minutes on one core. Exits with 1 when something differs.
 """
 
 from __future__ import annotations

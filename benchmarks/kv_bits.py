@@ -24,8 +24,8 @@ from mlxkv.cache.store import BlockStore
 from mlxkv.core.config import CacheConfig
 from mlxkv.core.units import GIB
 from mlxkv.engine.generate import generate
-from mlxkv.models.block_cache import BlockCache
 from mlxkv.models.loader import LoadedModel, load
+from mlxkv.prompt_cache.block_cache import BlockCache
 
 BITS = (8, 4)
 

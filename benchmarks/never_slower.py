@@ -24,9 +24,9 @@ from mlxkv.cache.store import BlockStore
 from mlxkv.core.config import CacheConfig
 from mlxkv.core.units import GIB
 from mlxkv.engine.generate import generate
-from mlxkv.models.block_cache import BlockCache
 from mlxkv.models.fingerprint import module_fields
 from mlxkv.models.loader import load
+from mlxkv.prompt_cache.block_cache import BlockCache
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 

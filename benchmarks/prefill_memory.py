@@ -70,7 +70,7 @@ def compare(name: str, layers: int | None, tokens: int, step: int) -> Comparison
 
 
 def load_config(name: str, layers: int | None) -> dict[str, Any]:
-    from mlxkv.models import catalog
+    from mlxkv.sizing import catalog
 
     config = dict(catalog.find(name).config)
     return config if layers is None else config | {"num_hidden_layers": layers}
@@ -78,7 +78,7 @@ def load_config(name: str, layers: int | None) -> dict[str, Any]:
 
 def predict(config: dict[str, Any], tokens: int, step: int) -> int:
     from mlxkv.budget import Deployment, find_machine, find_source, trace_model
-    from mlxkv.models.weights import WeightSpec
+    from mlxkv.sizing.weights import WeightSpec
 
     model = trace_model(find_source(config), weights=WeightSpec(32))
     deployment = Deployment(model, find_machine(chip="CPU"), prefill_step_tokens=step)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from mlxkv.core.blas import check_mlx, load_fast_blas
 
 if TYPE_CHECKING:
-    from mlxkv.models.block_cache import BlockCache
     from mlxkv.models.loader import load
+    from mlxkv.prompt_cache.block_cache import BlockCache
 
 __all__ = ["BlockCache", "load"]
 __version__ = "0.1.0"
@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 load_fast_blas()  # before anything imports mlx: the first library with cblas_sgemm wins
 check_mlx()
 
-_HOMES = {"BlockCache": "mlxkv.models.block_cache", "load": "mlxkv.models.loader"}
+_HOMES = {"BlockCache": "mlxkv.prompt_cache.block_cache", "load": "mlxkv.models.loader"}
 
 
 def __getattr__(name: str) -> Any:

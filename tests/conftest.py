@@ -28,7 +28,7 @@ def _no_clock_decides(monkeypatch):
 
     Without a measured prefill it stays out of the way; its own tests set the rates themselves.
     """
-    block_cache = sys.modules.get("mlxkv.models.block_cache")
+    block_cache = sys.modules.get("mlxkv.prompt_cache.block_cache")
     if block_cache is not None:
         monkeypatch.setattr(block_cache, "MEASURED_TOKENS", 10**9)
 

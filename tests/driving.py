@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, make_prompt_cache
 
 from mlxkv.cache.block_log import RequestEvent
-from mlxkv.models.block_cache import BlockCache
+from mlxkv.prompt_cache.block_cache import BlockCache
 
 CHUNK_TOKENS = 64
 State = dict[str, np.ndarray]

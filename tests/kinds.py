@@ -28,7 +28,7 @@ from mlx_lm.utils import _get_classes
 from tiny import ALL_TINY, Config, randomize
 
 from mlxkv.engine.generate import generate
-from mlxkv.models.block_cache import BlockCache, PromptCache
+from mlxkv.prompt_cache.block_cache import BlockCache, PromptCache
 
 DATA = Path(__file__).parent / "data"
 SMALLER_WINDOWS = {

@@ -21,8 +21,8 @@ from mlxkv.core.units import GIB, MIB
 from mlxkv.engine.engine import Engine, Opened
 from mlxkv.engine.request import Failed, Finished, Piece, Request, Sampling
 from mlxkv.engine.scheduler import Limits
-from mlxkv.models.block_cache import BlockCache
 from mlxkv.models.loader import LoadedModel
+from mlxkv.prompt_cache.block_cache import BlockCache
 
 SOON_S = 60.0
 NO_END = -1  # no token ends a reply: ids of a random model mean nothing

@@ -13,8 +13,8 @@ from mlxkv.core.platform import default_cache_dir
 from mlxkv_cli.output import Output
 
 if TYPE_CHECKING:
-    from mlxkv.models.block_cache import BlockCache
     from mlxkv.models.loader import LoadedModel
+    from mlxkv.prompt_cache.block_cache import BlockCache
 
 
 def cache_config(
@@ -35,7 +35,7 @@ def open_cache(
 ) -> Iterator[BlockCache]:
     """The model's cache; when the body ends, what waits is written, and what was lost is said."""
     from mlxkv.cache.store import BlockStore
-    from mlxkv.models.block_cache import BlockCache
+    from mlxkv.prompt_cache.block_cache import BlockCache
 
     with warnings_on(output):
         cache = BlockCache(model.module, model.fields, BlockStore(config), name=model.name, kv_bits=kv_bits)

@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from mlxkv.core.units import KIB, format_bytes
 
 if TYPE_CHECKING:
-    from mlxkv.models.kinds import Kinds
+    from mlxkv.prompt_cache.kinds import Kinds
 
 _LAYERS_WIDTH = 40
 

@@ -10,7 +10,7 @@ from mlxkv.budget.memory import MOST_SHARE, Deployment
 from mlxkv.budget.model import TracedModel, trace_model, with_weights
 from mlxkv.core.errors import UsageError
 from mlxkv.core.units import GIB, MIB, format_bytes
-from mlxkv.models.trace import WeightSpec
+from mlxkv.sizing.trace import WeightSpec
 
 _SMALLER_STEPS = (1024, 512, 256, 128)
 _SMALL_STEP = 512

@@ -13,9 +13,9 @@ from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
-from mlxkv.models import catalog
-from mlxkv.models.config import context_window
-from mlxkv.models.trace import build, trace
+from mlxkv.sizing import catalog
+from mlxkv.sizing.config import context_window
+from mlxkv.sizing.trace import build, trace
 
 _FILE = "catalog_kv.json"
 

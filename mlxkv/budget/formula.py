@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxkv.core.units import MIB
-from mlxkv.models.config import text_level
-from mlxkv.models.trace import BLOCK_TOKENS, CacheCost, ModelTrace
+from mlxkv.sizing.config import text_level
+from mlxkv.sizing.trace import BLOCK_TOKENS, CacheCost, ModelTrace
 
 
 def formula_bytes_per_token(config: Mapping[str, Any], *, value_bytes: int = 2) -> int | None:

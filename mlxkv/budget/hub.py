@@ -9,8 +9,8 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationE
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]  # no __all__
 
 from mlxkv.core.errors import ModelError, ModelNotFoundError
-from mlxkv.models.catalog import suggest
-from mlxkv.models.config import Config, check_config, parse_config, read_config
+from mlxkv.sizing.catalog import suggest
+from mlxkv.sizing.config import Config, check_config, parse_config, read_config
 
 _TIMEOUT_S = 5.0
 _CONFIG = "config.json"

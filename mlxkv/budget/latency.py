@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mlxkv.budget.machines import Rates, Speed
 from mlxkv.budget.memory import Deployment
-from mlxkv.models.trace import AttentionCall
+from mlxkv.sizing.trace import AttentionCall
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from mlxkv.budget.machines import Machine
 from mlxkv.budget.model import DTYPE_BYTES, TracedModel
-from mlxkv.models.trace import AttentionCall, CacheCost
+from mlxkv.sizing.trace import AttentionCall, CacheCost
 
 RUNTIME_BYTES = 1_500_000_000
 """What MLX holds besides on Metal: activations of a step, kernels, its allocator's rounding.

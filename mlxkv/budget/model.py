@@ -11,9 +11,9 @@ from mlx.utils import tree_flatten
 
 from mlxkv.budget.formula import formula_bytes_per_token, why_formula_differs
 from mlxkv.budget.source import Source
-from mlxkv.models.config import Config, ContextWindow, context_window, text_level
-from mlxkv.models.trace import ModelTrace, WeightSpec, build, trace
-from mlxkv.models.weights import weight_bytes
+from mlxkv.sizing.config import Config, ContextWindow, context_window, text_level
+from mlxkv.sizing.trace import ModelTrace, WeightSpec, build, trace
+from mlxkv.sizing.weights import weight_bytes
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _SHORT = (16, 32)

@@ -26,7 +26,7 @@ from mlxkv.budget.source import Source, find_source
 from mlxkv.cache.checkpoint import cadence_of
 from mlxkv.core.errors import UsageError
 from mlxkv.core.units import KIB
-from mlxkv.models.trace import BLOCK_TOKENS, WeightSpec
+from mlxkv.sizing.trace import BLOCK_TOKENS, WeightSpec
 
 _FIRST_DEFAULT_CONTEXT, _LAST_DEFAULT_CONTEXT = 1024, 131_072
 _COLD_FILE_BYTES = 4 * KIB

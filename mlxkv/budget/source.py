@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxkv.core.errors import ModelError, ModelNotFoundError
-from mlxkv.models import catalog
-from mlxkv.models.config import Config, check_config, parse_config, read_config
 from mlxkv.models.gguf_header import config_from_gguf
+from mlxkv.sizing import catalog
+from mlxkv.sizing.config import Config, check_config, parse_config, read_config
 
 _INDEX = "model.safetensors.index.json"
 

@@ -12,9 +12,9 @@ from mlxkv.blocklog.outline import Outliner, load_key
 from mlxkv.cache.block_log import RequestEvent
 from mlxkv.core.errors import MlxkvError, UsageError
 from mlxkv.engine.generate import Progress, generate
-from mlxkv.models.block_cache import BlockCache, CachedSequence
 from mlxkv.models.chat import render, system_tokens
 from mlxkv.models.loader import LoadedModel
+from mlxkv.prompt_cache.block_cache import BlockCache, CachedSequence
 
 
 @dataclass(frozen=True)

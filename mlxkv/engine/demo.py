@@ -12,9 +12,9 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlxkv.core.blas import load_fast_blas
 from mlxkv.engine.generate import Progress, generate
-from mlxkv.models.block_cache import BlockCache
 from mlxkv.models.chat import render
 from mlxkv.models.loader import LoadedModel, on_cpu
+from mlxkv.prompt_cache.block_cache import BlockCache
 
 PROMPT_TOKENS = 1030
 SLOW_PROMPT_TOKENS = 198  # without a fast BLAS a prompt of 1,000 tokens takes minutes

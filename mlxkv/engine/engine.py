@@ -28,9 +28,9 @@ from mlxkv.engine.request import Emit, Failed, Finished, Piece, Prefilled, Reque
 from mlxkv.engine.sampling import RowSampler, Sampled, sample_rows
 from mlxkv.engine.scheduler import Limits, Scheduler
 from mlxkv.engine.text import ReplyText
-from mlxkv.models.batch import DecodeBatch
-from mlxkv.models.block_cache import BlockCache, CachedSequence
 from mlxkv.models.loader import LoadedModel, on_cpu
+from mlxkv.prompt_cache.batch import DecodeBatch
+from mlxkv.prompt_cache.block_cache import BlockCache, CachedSequence
 
 IDLE_S, RESTORING_S = 0.05, 0.001
 CLEAR_EVERY_STEPS = 256

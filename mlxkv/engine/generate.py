@@ -12,8 +12,8 @@ import mlx.nn as nn
 
 from mlxkv.cache.block_log import RequestEvent
 from mlxkv.core.errors import UsageError
-from mlxkv.models.block_cache import BlockCache, CachedSequence
 from mlxkv.models.loader import on_cpu
+from mlxkv.prompt_cache.block_cache import BlockCache, CachedSequence
 
 CPU_CHUNK_TOKENS = 256
 GPU_CHUNK_TOKENS = 2048

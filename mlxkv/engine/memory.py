@@ -13,8 +13,8 @@ from mlxkv.budget.source import Source
 from mlxkv.core.errors import BudgetError
 from mlxkv.core.units import format_bytes
 from mlxkv.engine.generate import CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS
-from mlxkv.models.config import check_config
 from mlxkv.models.loader import LoadedModel, on_cpu
+from mlxkv.sizing.config import check_config
 
 UNKNOWN_CONTEXT_TOKENS = 32_768
 TRANSIENT_SHARE = 0.25

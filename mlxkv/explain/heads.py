@@ -21,8 +21,8 @@ import numpy as np
 from mlxkv.attention.dispatch import ATTENTION, attention_files
 from mlxkv.attention.reference import attention_steps
 from mlxkv.core.errors import ModelError, UsageError
-from mlxkv.models.architecture import replaced
 from mlxkv.models.loader import LoadedModel
+from mlxkv.sizing.architecture import replaced
 
 MOST_TOKENS = 128
 _CHINESE = "\u3400-\u4dbf\u4e00-\u9fff"

@@ -16,10 +16,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxkv.core.errors import ModelError, UsageError
-from mlxkv.models.architecture import replaced, traced_module
-from mlxkv.models.forward import Record, forward
-from mlxkv.models.trace import BLOCK_TOKENS, ModelTrace, trace
-from mlxkv.models.weights import build
+from mlxkv.sizing.architecture import replaced, traced_module
+from mlxkv.sizing.forward import Record, forward
+from mlxkv.sizing.trace import BLOCK_TOKENS, ModelTrace, trace
+from mlxkv.sizing.weights import build
 
 CONTEXTS = tuple(2**power for power in range(10, 18))
 """1K to 128K."""

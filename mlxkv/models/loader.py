@@ -14,7 +14,6 @@ import mlx.nn as nn
 from mlxkv.core.errors import ModelError, ModelNotFoundError
 from mlxkv.core.platform import default_cache_dir, keep_open_files_limit
 from mlxkv.core.units import MIB
-from mlxkv.models.config import context_window, read_config
 from mlxkv.models.detokenizer import keep_every_byte
 from mlxkv.models.fingerprint import (
     FORMAT,
@@ -25,6 +24,7 @@ from mlxkv.models.fingerprint import (
     tokenizer_digest,
 )
 from mlxkv.models.gguf import find_demo_gguf, load_gguf, tokenizer_from_gguf
+from mlxkv.sizing.config import context_window, read_config
 
 with keep_open_files_limit():
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled

@@ -19,8 +19,8 @@ from mlxkv.cache.store import BlockStore
 from mlxkv.core.config import CacheConfig
 from mlxkv.core.errors import MlxkvError
 from mlxkv.core.platform import keep_open_files_limit
-from mlxkv.models.block_cache import BlockCache
 from mlxkv.models.fingerprint import module_fields
+from mlxkv.prompt_cache.block_cache import BlockCache
 
 with keep_open_files_limit():
     from mlx_lm import server

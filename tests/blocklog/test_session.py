@@ -17,9 +17,9 @@ from mlxkv.core.config import CacheConfig
 from mlxkv.core.errors import UsageError
 from mlxkv.core.units import MIB
 from mlxkv.engine.generate import generate
-from mlxkv.models import block_cache
-from mlxkv.models.block_cache import BlockCache
 from mlxkv.models.chat import render
+from mlxkv.prompt_cache import block_cache
+from mlxkv.prompt_cache.block_cache import BlockCache
 
 RULES = "You are a careful guide to the old harbour. Answer in one sentence. " * 4
 KEY = b"a key of the tests"

@@ -5,7 +5,7 @@ from tiny import tiny_llama, tiny_mamba2
 
 from mlxkv.budget import find_source, formula_bytes_per_token, formula_kv_bytes, trace_model
 from mlxkv.core.units import GIB
-from mlxkv.models import catalog
+from mlxkv.sizing import catalog
 
 
 @pytest.mark.parametrize(

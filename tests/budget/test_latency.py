@@ -9,7 +9,7 @@ from mlxkv.budget import Deployment, find_machine, find_source, trace_model
 from mlxkv.budget.latency import _pairs, estimate, prefill_flops
 from mlxkv.budget.machines import described_machine
 from mlxkv.core.units import GIB
-from mlxkv.models.weights import WeightSpec
+from mlxkv.sizing.weights import WeightSpec
 
 
 @cache

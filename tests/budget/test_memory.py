@@ -17,7 +17,7 @@ from mlxkv.budget import Deployment, find_machine, find_source, trace_model
 from mlxkv.budget.machines import METAL, UNFUSED, described_machine
 from mlxkv.budget.memory import MOST_SHARE, RUNTIME_BYTES
 from mlxkv.core.units import GIB
-from mlxkv.models.weights import WeightSpec
+from mlxkv.sizing.weights import WeightSpec
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,7 +21,7 @@ from mlxkv.cache.checkpoint import positions
 from mlxkv.cache.layout import ArraySpec, Layout, StateSpec
 from mlxkv.core.errors import ModelError, UsageError
 from mlxkv.core.units import GIB, MIB
-from mlxkv.models.weights import WeightSpec
+from mlxkv.sizing.weights import WeightSpec
 
 EXPECTED = json.loads((Path(__file__).parents[1] / "data" / "expected_kv.json").read_text())["models"]
 LENGTHS = (64, 4096, 8192, 32_768, 131_072)

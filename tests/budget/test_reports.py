@@ -10,8 +10,8 @@ import pytest
 from mlxkv.budget import Deployment, find_source, trace_model
 from mlxkv.budget.machines import METAL, UNFUSED, described_machine
 from mlxkv.core.units import GIB, MIB
-from mlxkv.models import catalog
-from mlxkv.models.weights import WeightSpec
+from mlxkv.sizing import catalog
+from mlxkv.sizing.weights import WeightSpec
 
 REPORTS = json.loads((Path(__file__).parents[1] / "data" / "reports.json").read_text())
 

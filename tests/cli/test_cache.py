@@ -20,7 +20,7 @@ from mlxkv.cache.cold import opened
 from mlxkv.cache.store import BlockStore
 from mlxkv.core.config import CacheConfig
 from mlxkv.core.units import MIB
-from mlxkv.models.block_cache import BlockCache
+from mlxkv.prompt_cache.block_cache import BlockCache
 from mlxkv_cli.docs import JSON_FIELDS
 from mlxkv_cli.main import run
 

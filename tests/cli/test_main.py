@@ -29,7 +29,8 @@ import sys
 from mlxkv_cli.main import run
 assert run(["--help"]) == 0
 assert run(["doctor", "--help"]) == 0
-heavy = ("mlx", "mlx.core", "mlx_lm", "transformers", "numpy", "mlxkv.models", "mlxkv.engine")
+rooms = ("mlxkv.models", "mlxkv.sizing", "mlxkv.prompt_cache", "mlxkv.engine")
+heavy = ("mlx", "mlx.core", "mlx_lm", "transformers", "numpy", *rooms)
 print("imported:", *(name for name in heavy if name in sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

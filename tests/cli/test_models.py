@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from mlxkv.models import catalog
+from mlxkv.sizing import catalog
 from mlxkv_cli.main import run
 
 

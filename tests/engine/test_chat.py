@@ -11,10 +11,10 @@ from mlxkv.core.config import CacheConfig
 from mlxkv.core.errors import ModelError, ModelNotFoundError, UsageError
 from mlxkv.core.units import MIB
 from mlxkv.engine.chat import Chat, Sampling
-from mlxkv.models import block_cache
-from mlxkv.models.block_cache import BlockCache
 from mlxkv.models.chat import render
 from mlxkv.models.loader import DEMO, LoadedModel, tokenizer_of
+from mlxkv.prompt_cache import block_cache
+from mlxkv.prompt_cache.block_cache import BlockCache
 
 LONG = "The quick brown fox jumps over the lazy dog, again and again, until the evening comes."
 # Ids of SmolLM2's tokenizer; each alone decodes to U+FFFD.

@@ -29,8 +29,8 @@ from mlxkv.core.units import GIB, MIB
 from mlxkv.engine.engine import Engine
 from mlxkv.engine.generate import generate
 from mlxkv.engine.request import Failed, Request
-from mlxkv.models import batch, block_cache
-from mlxkv.models.block_cache import BlockCache
+from mlxkv.prompt_cache import batch, block_cache
+from mlxkv.prompt_cache.block_cache import BlockCache
 
 RUBBISH = 0.0625
 CALLS = ("eval", "async_eval", "synchronize")

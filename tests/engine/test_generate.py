@@ -15,8 +15,8 @@ from mlxkv.core.config import CacheConfig
 from mlxkv.core.errors import UsageError
 from mlxkv.core.units import MIB
 from mlxkv.engine.generate import generate
-from mlxkv.models import block_cache
-from mlxkv.models.block_cache import BlockCache
+from mlxkv.prompt_cache import block_cache
+from mlxkv.prompt_cache.block_cache import BlockCache
 
 CHUNK_TOKENS = 128
 BLOCK_BYTES = 64 * 4 * 2 * 2 * 16 * 4  # of the tiny llama: layers, sides, heads, dim, float32

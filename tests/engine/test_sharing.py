@@ -10,7 +10,7 @@ from serving import Asked, ask, ask_all, running, tiny_model
 
 from mlxkv.engine.request import Piece, Request
 from mlxkv.engine.scheduler import Limits
-from mlxkv.models import batch
+from mlxkv.prompt_cache import batch
 
 
 @pytest.fixture(autouse=True)

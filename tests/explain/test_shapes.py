@@ -10,8 +10,8 @@ from tiny import tiny_llama, tiny_mamba2
 
 from mlxkv.core.errors import ModelError, UsageError
 from mlxkv.explain.shapes import CONTEXTS, _walk, explain_shapes
-from mlxkv.models import catalog
-from mlxkv.models.weights import build, weight_bytes
+from mlxkv.sizing import catalog
+from mlxkv.sizing.weights import build, weight_bytes
 
 PRINTED = json.loads((Path(__file__).parents[1] / "data" / "labs.json").read_text(encoding="utf-8"))["kv"]
 

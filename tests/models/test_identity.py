@@ -26,9 +26,9 @@ from mlxkv.cache.store import BlockStore
 from mlxkv.core.config import CacheConfig
 from mlxkv.core.units import GIB
 from mlxkv.models import fingerprint
-from mlxkv.models.block_cache import BlockCache
 from mlxkv.models.fingerprint import config_digest, files_digest, module_fields, rope_text, tokenizer_digest
 from mlxkv.models.loader import LoadedModel, load
+from mlxkv.prompt_cache.block_cache import BlockCache
 
 TESTS = Path(__file__).parents[1]
 CONFIG = tiny_llama() | {"head_dim": 64}  # wide enough for quantised KV

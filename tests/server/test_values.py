@@ -286,7 +286,7 @@ def test_an_error_after_the_headers_is_an_event(server: Served, monkeypatch: pyt
     def fail(*_: Any) -> None:
         raise ValueError("private detail")
 
-    monkeypatch.setattr("mlxkv.models.block_cache.CachedSequence.first_token", fail)
+    monkeypatch.setattr("mlxkv.prompt_cache.block_cache.CachedSequence.first_token", fail)
     for path, shape in ((CHAT, "server_error"), (MESSAGE, "api_error")):
         status, text, _ = server.post(path, chat(stream=True))
         assert status == 200

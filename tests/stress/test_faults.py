@@ -51,7 +51,7 @@ from mlxkv.cache.store import BlockStore
 from mlxkv.core.config import CacheConfig
 from mlxkv.core.errors import CacheRootError
 from mlxkv.core.units import GIB, KIB, MIB
-from mlxkv.models.block_cache import BlockCache
+from mlxkv.prompt_cache.block_cache import BlockCache
 
 TESTS = Path(__file__).parents[1]
 LAYOUT = block_layout(16 * KIB)

@@ -158,7 +158,7 @@ def budget(
     Needs the model's config only. Bytes are exact; seconds and the 1.4 GiB runtime share are estimates.
     """
     from mlxkv.budget import find_machine
-    from mlxkv.models.weights import WeightSpec
+    from mlxkv.sizing.weights import WeightSpec
 
     names, comparing = _names(models)
     output = Output(json=as_json)

@@ -260,8 +260,8 @@ def clear(
 
 def _show_kinds(output: Output, model: str, kv_bits: int | None) -> None:
     from mlxkv.budget.source import find_source
-    from mlxkv.models.kinds import kinds_of
-    from mlxkv.models.weights import build
+    from mlxkv.prompt_cache.kinds import kinds_of
+    from mlxkv.sizing.weights import build
     from mlxkv_cli.kinds_page import page
 
     source = find_source(model)

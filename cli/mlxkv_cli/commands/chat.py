@@ -98,7 +98,7 @@ def _answer(output: Output, conversation: Chat, text: str, sampling: Sampling) -
     """Show the reply as it comes and the request line after it; False when it was stopped."""
     from mlxkv.cache.block_log import as_fields
     from mlxkv.core.errors import UsageError
-    from mlxkv.models.block_cache import request_line
+    from mlxkv.prompt_cache.block_cache import request_line
 
     said, whole = "", True
     pieces = conversation.reply(text, sampling)

@@ -94,8 +94,8 @@ def serve(
     from mlxkv.engine.engine import Engine, Opened
     from mlxkv.engine.memory import share_memory
     from mlxkv.engine.scheduler import Limits
-    from mlxkv.models.block_cache import BlockCache, request_line
     from mlxkv.models.loader import load
+    from mlxkv.prompt_cache.block_cache import BlockCache, request_line
     from mlxkv.server.metrics import Metrics
     from mlxkv.server.run import bound, serve
     from mlxkv.server.settings import Settings

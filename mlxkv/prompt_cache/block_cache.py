@@ -40,7 +40,8 @@ from mlxkv.core.config import COLD_BYTES, CacheConfig, default_hot_bytes
 from mlxkv.core.errors import ModelError, UsageError
 from mlxkv.core.platform import default_cache_dir
 from mlxkv.core.units import format_bytes, format_seconds, parse_bytes
-from mlxkv.models.adapter import (
+from mlxkv.models.fingerprint import module_fields
+from mlxkv.prompt_cache.adapter import (
     Adapter,
     Payload,
     PromptCache,
@@ -50,7 +51,6 @@ from mlxkv.models.adapter import (
     leaves,
     plain_prompt_cache,
 )
-from mlxkv.models.fingerprint import module_fields
 
 WELL_UNDER = 0.8  # a restore must take at most this share of the time computing takes
 START_S = 0.0005  # what a restore costs before the first byte

@@ -27,9 +27,9 @@ from tiny import (
 )
 
 from mlxkv.core.errors import ModelError, UsageError
-from mlxkv.models import architecture, catalog
-from mlxkv.models.trace import WeightSpec, _window_of, build, trace, trace_caches
-from mlxkv.models.weights import count_params, weight_bytes
+from mlxkv.sizing import architecture, catalog
+from mlxkv.sizing.trace import WeightSpec, _window_of, build, trace, trace_caches
+from mlxkv.sizing.weights import count_params, weight_bytes
 
 DATA = Path(__file__).parents[1] / "data"
 EXPECTED = json.loads((DATA / "expected_kv.json").read_text())["models"]
@@ -549,8 +549,8 @@ def test_the_tables_read_from_mlx_lm_s_text_are_those_it_uses():
 
 SLIM = """
 import resource, sys
-from mlxkv.models.catalog import find
-from mlxkv.models.trace import build, trace
+from mlxkv.sizing.catalog import find
+from mlxkv.sizing.trace import build, trace
 limit = resource.getrlimit(resource.RLIMIT_NOFILE)
 got = trace(build(find("DeepSeek-V3").config))
 assert got.growth_bytes_per_token == 70272

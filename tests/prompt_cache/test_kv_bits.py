@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tiny import Config, build_tiny, tiny_llama, tiny_qwen3_next
 
 from mlxkv.core.errors import UsageError
-from mlxkv.models.block_cache import BlockCache
+from mlxkv.prompt_cache.block_cache import BlockCache
 
 
 def llama() -> Config:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mlxkv.core.errors import ModelNotFoundError
-from mlxkv.models.config import Config, check_config, parse_config
+from mlxkv.sizing.config import Config, check_config, parse_config
 
 _SUGGESTIONS = 3
 
@@ -77,7 +77,7 @@ def suggest(name: str) -> list[str]:
 
 @cache
 def _files() -> MappingProxyType[str, Traversable]:
-    folder = files("mlxkv.models") / "catalog"
+    folder = files("mlxkv.sizing") / "catalog"
     return MappingProxyType({f.name.removesuffix(".json"): f for f in folder.iterdir() if f.name.endswith(".json")})
 
 

@@ -18,8 +18,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mlxkv.core.errors import ModelError, UsageError
-from mlxkv.models.architecture import CONFIG_FAULTS, make_model, sentence, traced_module
-from mlxkv.models.config import Config, check_config, text_level
+from mlxkv.sizing.architecture import CONFIG_FAULTS, make_model, sentence, traced_module
+from mlxkv.sizing.config import Config, check_config, text_level
 
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUP_SIZES = (32, 64, 128)

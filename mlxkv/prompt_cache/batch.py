@@ -19,8 +19,8 @@ from mlxkv.attention.shared_prefix import Batch, branch, extend
 from mlxkv.cache.names import BLOCK_TOKENS, BlockName
 from mlxkv.core.platform import keep_open_files_limit
 from mlxkv.core.units import MIB
-from mlxkv.models.adapter import PromptCache, Source, leaves, split_path
-from mlxkv.models.windows import Record, RecordedRotatingKVCache
+from mlxkv.prompt_cache.adapter import PromptCache, Source, leaves, split_path
+from mlxkv.prompt_cache.windows import Record, RecordedRotatingKVCache
 
 with keep_open_files_limit():
     from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, CacheList, KVCache

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 from tiny import build_tiny, tiny_gemma3
 
 from mlxkv.cache.checkpoint import cadence_tokens
-from mlxkv.models.adapter import Adapter, UncachedModelError
+from mlxkv.prompt_cache.adapter import Adapter, UncachedModelError
 
 ARCHITECTURES = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gemma3n", "gemma4_text", "gemma2", "gpt_oss", "deepseek_v2",

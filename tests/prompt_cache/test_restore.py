@@ -38,8 +38,8 @@ from tiny import ALL_TINY, Config, build_tiny, tiny_deepseek_v3, tiny_llama
 from mlxkv.cache.codec import inspect
 from mlxkv.core.errors import ModelError, UsageError
 from mlxkv.engine.generate import generate
-from mlxkv.models.adapter import Adapter
-from mlxkv.models.block_cache import BlockCache
+from mlxkv.prompt_cache.adapter import Adapter
+from mlxkv.prompt_cache.block_cache import BlockCache
 
 ARCHITECTURES = ("llama", "qwen3", "deepseek_v3")
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 192, 193)
@@ -184,7 +184,7 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 cache.commit(run.prompt, run.prompt_cache)
     asked = [f"{architecture}:{tokens}" for architecture in ARCHITECTURES for tokens in LENGTHS]
     subprocess.run(
-        [sys.executable, TESTS / "models" / "restart.py", directory, out, *asked],
+        [sys.executable, TESTS / "prompt_cache" / "restart.py", directory, out, *asked],
         env={
             **os.environ,
             "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",

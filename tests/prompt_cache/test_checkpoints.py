@@ -23,9 +23,9 @@ from mlxkv.cache.checkpoint import SHARE, cadence_tokens
 from mlxkv.cache.codec import inspect
 from mlxkv.cache.cold import ColdTier
 from mlxkv.engine.generate import generate
-from mlxkv.models.adapter import Adapter
-from mlxkv.models.block_cache import BlockCache
-from mlxkv.models.windows import RECORDED, RecordedRotatingKVCache
+from mlxkv.prompt_cache.adapter import Adapter
+from mlxkv.prompt_cache.block_cache import BlockCache
+from mlxkv.prompt_cache.windows import RECORDED, RecordedRotatingKVCache
 
 SOON_S = 20.0
 STATEFUL = ("qwen3_next", "lfm2", "mamba2", "recurrent_gemma")

@@ -9,8 +9,8 @@ import mlx.nn as nn
 
 from mlxkv.cache.checkpoint import cadence_tokens
 from mlxkv.cache.layout import Layout
-from mlxkv.models.adapter import layout_of, not_kept
-from mlxkv.models.trace import Kind, TracedCache, trace
+from mlxkv.prompt_cache.adapter import layout_of, not_kept
+from mlxkv.sizing.trace import Kind, TracedCache, trace
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from mlxkv.cache.layout import DTYPES, ArraySpec, Layout, StateSpec, TensorSpec
 from mlxkv.cache.names import BLOCK_TOKENS
 from mlxkv.core.errors import ModelError, UsageError
 from mlxkv.core.platform import keep_open_files_limit
-from mlxkv.models.trace import TracedCache, check_quantizable, trace_caches
-from mlxkv.models.windows import RECORDED, recorded
+from mlxkv.prompt_cache.windows import RECORDED, recorded
+from mlxkv.sizing.trace import TracedCache, check_quantizable, trace_caches
 
 with keep_open_files_limit():
     from mlx_lm.models.cache import (

@@ -29,8 +29,8 @@ from mlxkv.cache.store import BlockStore
 from mlxkv.core.config import CacheConfig, ColdMode
 from mlxkv.core.units import GIB, MIB
 from mlxkv.engine.generate import Generation, generate
-from mlxkv.models.block_cache import BlockCache
 from mlxkv.models.fingerprint import module_fields
+from mlxkv.prompt_cache.block_cache import BlockCache
 
 MODELS = {
     "state": tiny_qwen3_next(),

@@ -7,10 +7,10 @@ import pytest
 from tiny import tiny_llama
 
 from mlxkv.core.errors import ModelError, ModelNotFoundError
-from mlxkv.models import catalog
-from mlxkv.models.config import ContextWindow, check_config, context_window, parse_config, read_config, text_level
-from mlxkv.models.trace import build, trace
-from mlxkv.models.weights import count_params
+from mlxkv.sizing import catalog
+from mlxkv.sizing.config import ContextWindow, check_config, context_window, parse_config, read_config, text_level
+from mlxkv.sizing.trace import build, trace
+from mlxkv.sizing.weights import count_params
 
 
 @pytest.mark.parametrize("name", catalog.names())

@@ -17,9 +17,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxkv.core.errors import ModelError, UsageError
-from mlxkv.models.architecture import traced_module
-from mlxkv.models.forward import AttentionShape, Record, dtype_name, forward
-from mlxkv.models.weights import AFFINE_BITS, AFFINE_GROUP_SIZES, WeightSpec, build, count_params, weight_bytes
+from mlxkv.sizing.architecture import traced_module
+from mlxkv.sizing.forward import AttentionShape, Record, dtype_name, forward
+from mlxkv.sizing.weights import AFFINE_BITS, AFFINE_GROUP_SIZES, WeightSpec, build, count_params, weight_bytes
 
 __all__ = [
     "AttentionCall", "AttentionShape", "CacheCost", "ModelTrace", "TracedArray", "TracedCache", "WeightCount",

@@ -29,7 +29,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxkv.core.errors import ModelError
-from mlxkv.models.config import Config, text_level
+from mlxkv.sizing.config import Config, text_level
 
 _ALIAS = "_mlxkv_traced_mlx_lm"
 _MISSING_ARGUMENTS = re.compile(r"missing \d+ required positional arguments?: (.+)")

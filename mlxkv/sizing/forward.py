@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxkv.core.errors import ModelError
-from mlxkv.models.architecture import CONFIG_FAULTS, replaced, sentence
+from mlxkv.sizing.architecture import CONFIG_FAULTS, replaced, sentence
 
 _patching = threading.RLock()
 
