@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxkv.attention.partial import Partial, finish, nothing, power_of_2, scores_base2
+from mlxkv.attention.partial import Partial, finish, nothing, power_of_2, scores_base2, weighted
 from mlxkv.attention.shapes import default_scale
 from mlxkv.core.errors import UsageError
 
@@ -136,7 +136,7 @@ def block_partial(
             not fit.
 
     Cost: reads each block once; where the blocks used by equally many sequences are not neighbours in the pool, those
-    are copied first. Holds float32 scores of the visible blocks.
+    are copied first. Holds float32 scores of the visible blocks, and in half precision up to 32 MiB as float32.
     """
     batch, heads, length, dim = queries.shape
     if (batch, length) != (plan.sequences, plan.queries):
@@ -166,8 +166,7 @@ def block_partial(
         count = score.shape[0] * each.users
         powers = power_of_2(score - _by_block(bases[done : done + count], each.users))
         totals.append(_by_part(mx.sum(powers, axis=-1, keepdims=True), each.users))
-        out = powers.astype(values.dtype) @ values[each.blocks]
-        outs.append(_by_part(out.astype(mx.float32), each.users))
+        outs.append(_by_part(weighted(powers, values[each.blocks]), each.users))
         done += count
     out, total = (plan.share @ a.reshape(a.shape[0], -1) for a in (_joined(outs), _joined(totals)))
     shape = (batch, heads, length, -1)

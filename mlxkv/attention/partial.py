@@ -6,6 +6,10 @@ exactly: m = max(m_A, m_B), z = z_A e^(m_A - m) + z_B e^(m_B - m), o likewise, a
 Inside, scores are in powers of two, s log2 e: the factor goes into the queries, which are few, and on a CPU MLX's 2^x
 is 3.6 times as fast as its e^x (294,912 numbers: 2.1 ms against 7.6). Peaks are given in powers of e.
 
+Keys and values in half precision go through the products as float32, some at a time: MLX rounds a product of halves to
+half, so that a score of 40 in bfloat16 is off by up to an eighth, and a sum of float16 values ends at 65,504. A fused
+kernel keeps both in float32 inside, and this is as exact.
+
 A sink is a part too: one key of score s_h whose value is zero.
 
 Source: Dao et al. 2022, arXiv:2205.14135, section 3.1; the same identity as FlashDecoding and Hydragen
@@ -23,6 +27,10 @@ import mlx.core as mx
 from mlxkv.attention.masks import Mask, apply_mask
 from mlxkv.attention.shapes import check_sinks, default_scale, head_groups
 from mlxkv.core.errors import UsageError
+from mlxkv.core.units import MIB
+
+_COPY_BYTES = 32 * MIB
+"""How much of keys or values in half precision is held as float32 at a time: 8,192 tokens of 8 heads of 128."""
 
 _LEAST_PEAK = mx.finfo(mx.float32).min
 _LEAST_TOTAL = 1e-30  # below any total of a part that has a key: its largest score alone counts 1
@@ -57,8 +65,8 @@ def partial(
     Raises:
         UsageError: shapes that do not fit.
 
-    Cost: reads the keys and values once, in their own dtype; holds float32 scores [B, Hq, L, S]. In half precision
-    the scores are rounded to it, and a float16 score beyond 65,504 counts as 65,504; sums are float32.
+    Cost: reads the keys and values once; holds float32 scores [B, Hq, L, S], and in half precision up to 32 MiB of
+    keys or values as float32.
     """
     groups = head_groups(queries, keys, values)
     batch, heads, length, _ = queries.shape
@@ -88,7 +96,8 @@ def partial_shared(queries: mx.array, keys: mx.array, values: mx.array, *, scale
     Raises:
         UsageError: shapes that do not fit.
 
-    Cost: 2 B Hq L P (D + Dv) operations, one read of the keys and values; holds float32 scores [B, Hq, L, P].
+    Cost: 2 B Hq L P (D + Dv) operations, one read of the keys and values; holds float32 scores [B, Hq, L, P], and in
+    half precision up to 32 MiB of keys or values as float32.
     Source: Juravsky et al. 2024, arXiv:2402.05099, section 3.
     """
     groups = head_groups(queries[:1], keys, values)
@@ -145,12 +154,23 @@ def finish(part: Partial, dtype: mx.Dtype = mx.float32) -> mx.array:
 
 
 def scores_base2(queries: mx.array, keys: mx.array, scale: float) -> mx.array:
-    """float32 scale * q k^T * log2 e, for queries [..., L, D] and keys [..., S, D] of as many heads."""
-    scores = (queries * (scale * math.log2(math.e))) @ keys.swapaxes(-1, -2)
-    if scores.dtype == mx.float16:
-        most = mx.finfo(mx.float16).max
-        return mx.clip(scores.astype(mx.float32), -most, most)
-    return scores.astype(mx.float32)
+    """float32 scale * q k^T * log2 e, for queries [N, H, L, D] and keys [N, H, S, D]."""
+    scaled = queries.astype(mx.float32) * (scale * math.log2(math.e))
+    axis, pieces = _pieces(keys)
+    if axis == 0:
+        parts = [scaled[piece] @ keys[piece].astype(mx.float32).swapaxes(-1, -2) for piece in pieces]
+    else:
+        parts = [scaled @ keys[:, :, piece].astype(mx.float32).swapaxes(-1, -2) for piece in pieces]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0 if axis == 0 else -1)
+
+
+def weighted(powers: mx.array, values: mx.array) -> mx.array:
+    """float32 powers [N, H, L, S] times values [N, H, S, Dv]."""
+    axis, pieces = _pieces(values)
+    if axis == 0:
+        parts = [powers[piece] @ values[piece].astype(mx.float32) for piece in pieces]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    return reduce(mx.add, [powers[..., piece] @ values[:, :, piece].astype(mx.float32) for piece in pieces])
 
 
 def power_of_2(x: mx.array) -> mx.array:
@@ -174,6 +194,14 @@ def _weigh(scores: mx.array, values: mx.array, *, may_be_empty: bool) -> tuple[m
     """out, peak and total of base-2 scores; the peak in powers of e."""
     peak = mx.max(scores, axis=-1, keepdims=True)
     powers = power_of_2(scores - (finite(peak) if may_be_empty else peak))
-    total = mx.sum(powers, axis=-1, keepdims=True)
-    out = powers.astype(values.dtype) @ values
-    return out.astype(mx.float32), peak * math.log(2), total
+    return weighted(powers, values), peak * math.log(2), mx.sum(powers, axis=-1, keepdims=True)
+
+
+def _pieces(array: mx.array) -> tuple[int, list[slice]]:
+    """An axis of keys or values [N, H, S, D], and slices of it of which each is at most 32 MiB as float32."""
+    axis = 0 if array.shape[0] > 1 else 2
+    length = array.shape[axis]
+    if array.dtype == mx.float32:
+        return axis, [slice(0, length)]
+    count = max(_COPY_BYTES * length // (4 * array.size), 1)
+    return axis, [slice(at, at + count) for at in range(0, length, count)]
