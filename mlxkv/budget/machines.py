@@ -9,9 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import platform
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxkv.core.errors import UsageError
+from mlxkv.core.platform import macos_of, macos_version
 from mlxkv.core.units import GIB, format_bytes
 
 DEFAULT_MEMORY_BYTES = 24 * GIB
@@ -142,21 +141,27 @@ def find_machine(
 
 def this_mac() -> Machine:
     """This Mac, as MLX's Metal device reports it. Only where `mx.metal.is_available()`."""
-    return machine_from_device(mx.device_info(mx.gpu), macos=platform.mac_ver()[0])
+    return machine_from_device(mx.device_info(mx.gpu), macos=macos_version() or "")
 
 
 def machine_from_device(info: Mapping[str, Any], *, macos: str) -> Machine:
-    """The machine of `mx.device_info()`, which already holds what a sysctl changed."""
+    """The machine of `mx.device_info()`, which already holds what a sysctl changed.
+
+    Args:
+        macos: the version as it was read; one that cannot be is taken for the default, and the source says so.
+    """
+    version = _readable(macos)
     name = str(info["device_name"]).removeprefix("Apple ").strip()
     known = name if name in _chips() else None
     return Machine(
         memory_bytes=int(info["memory_size"]),
         gpu_limit_bytes=int(info["max_recommended_working_set_size"]),
         max_buffer_bytes=int(info["max_buffer_length"]),
-        macos=macos,
+        macos=version,
         chip=name,
-        source="this Mac, read with mx.device_info()",
-        kernels=_kernels(known, _is_new(macos)),
+        source="this Mac, read with mx.device_info()"
+        + ("" if version == macos else f"; its macOS is read as {macos!r} and taken for {version}"),
+        kernels=_kernels(known, _is_new(version)),
         speed=None if known is None else _speed(known),
     )
 
@@ -168,7 +173,7 @@ def this_cpu() -> Machine:
         memory_bytes=memory_bytes,
         gpu_limit_bytes=memory_bytes,
         max_buffer_bytes=None,
-        macos=platform.mac_ver()[0] if sys.platform == "darwin" else None,
+        macos=macos_version(),
         chip="CPU",
         source="this computer's memory; no GPU",
         kernels=UNFUSED,
@@ -273,6 +278,16 @@ def _is_new(macos: str) -> bool:
     if major not in _MACOS or _LAST_OLD_MACOS < major < _FIRST_NEW_MACOS:
         raise UsageError(f"there is no macOS {macos!r} that runs MLX; give 13 to 15, or 26 and later.")
     return major >= _FIRST_NEW_MACOS
+
+
+def _readable(macos: str) -> str:
+    """A version that was read and not typed, as one that `_is_new` takes: nobody can mend what a Mac says of itself."""
+    version = macos_of(macos, "") or DEFAULT_MACOS
+    try:
+        _is_new(version)
+    except UsageError:
+        return DEFAULT_MACOS
+    return version
 
 
 def _default_limit(memory_bytes: int, *, new: bool) -> tuple[int, bool]:

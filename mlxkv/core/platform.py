@@ -88,9 +88,42 @@ def machine_description() -> Machine:
         cpu=_cpu_name() or platform.machine(),
         cores=_usable_cores(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        system=f"macOS {platform.mac_ver()[0]}" if sys.platform == "darwin" else f"Linux {platform.release()}",
+        system=f"macOS {macos_version() or '(version unknown)'}"
+        if sys.platform == "darwin"
+        else f"Linux {platform.release()}",
         python=platform.python_version(),
     )
+
+
+def macos_version() -> str | None:
+    """The version of the macOS this runs on, as `15.5` or `26`; None elsewhere, and where nothing tells."""
+    if sys.platform != "darwin":
+        return None
+    return macos_of(platform.mac_ver()[0], platform.release())
+
+
+def macos_of(told: str, darwin: str) -> str | None:
+    """The version of macOS from what `platform.mac_ver` told, or from the kernel's where that cannot be.
+
+    A Python built with the SDK of an earlier numbering is told 10.16 by macOS 11, and 16 by macOS 26; some are told
+    nothing. The kernel is always told by its own number: Darwin 20 to 24 are macOS 11 to 15, 25 is 26, and from 27 on
+    both are the same. Sources: python/cpython#135675 and pull request 136339; andreas-kupries/critcl pull request 135.
+
+    >>> macos_of("16.0", "25.1.0"), macos_of("", "24.6.0"), macos_of("15.5", "24.5.0"), macos_of("", "")
+    ('26', '15', '15.5', None)
+    """
+    major = _first_number(told)
+    if 11 <= major <= 15 or major >= 26:
+        return told
+    kernel = _first_number(darwin)
+    if 20 <= kernel <= 24:
+        return str(kernel - 9)
+    return str(max(kernel, 26)) if kernel >= 25 else None
+
+
+def _first_number(version: str) -> int:
+    first = version.strip().partition(".")[0]
+    return int(first) if first.isdecimal() else 0
 
 
 def _usable_cores() -> int:

@@ -79,6 +79,17 @@ def test_this_mac_is_read_from_its_device():
     assert machine.speed is not None
 
 
+@pytest.mark.parametrize(
+    ("read", "taken"),
+    [("16.0", "26"), ("", "26"), ("26.1", "26.1"), ("27.0", "27.0"), ("15.5", "15.5"), ("99.1", "26"), ("x", "26")],
+)
+def test_a_version_of_macos_that_was_read_never_ends_a_command(read, taken):
+    machine = machine_from_device(M4_MAX, macos=read)
+    assert machine.macos == taken
+    assert ("taken for" in machine.source) == (read != taken)
+    assert described_machine(macos=machine.macos).macos == taken, "what a Mac says is good for a described one"
+
+
 def test_a_mac_with_a_chip_nobody_listed_has_limits_and_no_rates():
     machine = machine_from_device(M4_MAX | {"device_name": "Apple M9 Nano"}, macos="30.0")
     assert (machine.chip, machine.speed) == ("M9 Nano", None)

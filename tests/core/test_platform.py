@@ -11,6 +11,8 @@ import pytest
 from mlxkv.core.platform import (
     default_cache_dir,
     machine_description,
+    macos_of,
+    macos_version,
     physical_bytes,
     process_is_alive,
     sync_file,
@@ -154,3 +156,28 @@ def test_a_process_is_alive_until_it_has_ended():
 )
 def test_a_number_that_is_no_process_is_not_alive(pid, alive):
     assert process_is_alive(pid) is alive
+
+
+@pytest.mark.parametrize(
+    ("told", "darwin", "version"),
+    [
+        ("15.5", "24.5.0", "15.5"),
+        ("26.1", "25.1.0", "26.1"),
+        ("16.0", "25.0.0", "26"),
+        ("10.16", "20.6.0", "11"),
+        ("10.16", "24.6.0", "15"),
+        ("", "23.1.0", "14"),
+        ("", "27.0.0", "27"),
+        ("16.0", "27.1.0", "27"),
+        ("17.0", "28.0.0", "28"),
+        ("", "", None),
+        ("", "19.6.0", None),
+        ("junk", "junk", None),
+    ],
+)
+def test_the_version_of_macos_comes_from_the_kernel_where_python_is_told_another(told, darwin, version):
+    assert macos_of(told, darwin) == version
+
+
+def test_a_version_of_macos_is_only_told_on_a_mac():
+    assert (macos_version() is None) == (sys.platform != "darwin")
