@@ -67,7 +67,7 @@ def compute(module: nn.Module, prompt_cache: list[Any], prompt: Sequence[int], f
         logits = module(mx.array(prompt[first:end])[None], cache=prompt_cache)[0, -1]
         mx.eval(logits, [cache.state for cache in prompt_cache])
         first = end
-    return np.array(logits)
+    return np.array(logits.astype(mx.float32))
 
 
 def state_of(prompt_cache: list[Any], path: str = "") -> State:
@@ -79,8 +79,13 @@ def state_of(prompt_cache: list[Any], path: str = "") -> State:
         elif not cache.empty():
             held = cache.keys_and_values() if type(cache) in (KVCache, QuantizedKVCache) else cache.state
             arrays = [(name, array) for name, array in tree_flatten(held) if isinstance(array, mx.array)]
-            found |= {f"{path}{i}.{name}": np.array(array) for name, array in arrays}
+            found |= {f"{path}{i}.{name}": as_numpy(array) for name, array in arrays}
     return found
+
+
+def as_numpy(array: mx.array) -> np.ndarray:
+    """A copy, of the same bytes; NumPy has no bfloat16, so that is given as its bits."""
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
 
 
 def run_fresh(

@@ -207,6 +207,23 @@ def build_tiny(config: Config, seed: int = 0) -> nn.Module:
     return randomize(architecture.Model(architecture.ModelArgs.from_dict(config)), seed)
 
 
+PRECISIONS = ("float32", "float16", "bfloat16", "4 bits")
+
+
+def in_precision(model: nn.Module, precision: str) -> nn.Module:
+    """The same model in one of `PRECISIONS`; 4 bits is bfloat16 with every matrix that can be quantised."""
+    model.set_dtype(mx.bfloat16 if precision == "4 bits" else getattr(mx, precision))
+    if precision == "4 bits":
+        nn.quantize(
+            model,
+            group_size=32,
+            bits=4,
+            class_predicate=lambda _, part: hasattr(part, "to_quantized") and part.weight.shape[-1] % 32 == 0,
+        )
+    mx.eval(model.parameters())
+    return model
+
+
 def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
     """Give a model those weights, and evaluate them."""
     parameters = dict(tree_flatten(model.parameters()))

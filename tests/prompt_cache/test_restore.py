@@ -184,7 +184,7 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 cache.commit(run.prompt, run.prompt_cache)
     asked = [f"{architecture}:{tokens}" for architecture in ARCHITECTURES for tokens in LENGTHS]
     subprocess.run(
-        [sys.executable, TESTS / "prompt_cache" / "restart.py", directory, out, *asked],
+        [sys.executable, TESTS / "prompt_cache" / "restart.py", "float32", directory, out, *asked],
         env={
             **os.environ,
             "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
