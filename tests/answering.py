@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlxkv.engine.engine import Engine
 from mlxkv.models.loader import LoadedModel
-from mlxkv.server.metrics import Metrics
+from mlxkv.server.monitoring.metrics import Metrics
 from mlxkv.server.run import bound, server_of
 from mlxkv.server.settings import Settings
 

@@ -11,9 +11,9 @@ from pydantic import Field
 from mlxkv.core.errors import UsageError
 from mlxkv.engine.request import Request, Sampling
 from mlxkv.models.loader import LoadedModel
-from mlxkv.server.errors import RequestError
+from mlxkv.server.generation.prepare import Wish, salt_of
+from mlxkv.server.http.errors import RequestError
 from mlxkv.server.openai import CacheOptions, Flag, Lenient, Number, Text, Texts, Whole, checked_stops, vocabulary
-from mlxkv.server.prepare import Wish, salt_of
 from mlxkv.server.settings import Settings
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "cancelled": "end_turn"}

@@ -28,15 +28,15 @@ from mlxkv.engine.engine import Engine, EngineStoppedError
 from mlxkv.engine.request import Finished, Piece, Started, TokenLogprob
 from mlxkv.engine.request import Request as EngineRequest
 from mlxkv.server import anthropic, openai
-from mlxkv.server.blocks import cold_use, held_blocks, hot_blocks, hot_use
-from mlxkv.server.call import Call, ClientGoneError, EventStream
-from mlxkv.server.errors import RETRY_AFTER_S, RequestError, describe, error_body, from_validation
-from mlxkv.server.guard import SALT, BodyError, Guard
-from mlxkv.server.metrics import Metrics
-from mlxkv.server.prepare import chat_requests, count_tokens, text_requests, warm_up
+from mlxkv.server.generation.call import Call, ClientGoneError, EventStream
+from mlxkv.server.generation.prepare import chat_requests, count_tokens, text_requests, warm_up
+from mlxkv.server.http.errors import RETRY_AFTER_S, RequestError, describe, error_body, from_validation
+from mlxkv.server.http.guard import SALT, BodyError, Guard
+from mlxkv.server.monitoring.blocks import cold_use, held_blocks, hot_blocks, hot_use
+from mlxkv.server.monitoring.metrics import Metrics
 from mlxkv.server.settings import Settings
 
-DASHBOARD = Path(__file__).parent / "dashboard"
+DASHBOARD = Path(__file__).parent / "monitoring" / "dashboard"
 MOST_LISTED_BLOCKS = 20_000
 _DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"

@@ -16,8 +16,8 @@ from mlxkv.engine.request import Finished, Sampling, TokenLogprob
 from mlxkv.engine.structured import processors_for
 from mlxkv.models.detokenizer import token_bytes
 from mlxkv.models.loader import LoadedModel
-from mlxkv.server.errors import RequestError
-from mlxkv.server.prepare import Wish, salt_of
+from mlxkv.server.generation.prepare import Wish, salt_of
+from mlxkv.server.http.errors import RequestError
 from mlxkv.server.settings import MOST_CHOICES, Settings
 
 LEAST_LOGPROB = -9999.0  # what OpenAI writes for "impossible", which JSON has no number for

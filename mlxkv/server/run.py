@@ -15,8 +15,8 @@ import uvicorn
 from mlxkv.core.errors import UsageError
 from mlxkv.engine.engine import Engine
 from mlxkv.server.app import create_app
-from mlxkv.server.connection import Connection
-from mlxkv.server.metrics import Metrics
+from mlxkv.server.http.connection import Connection
+from mlxkv.server.monitoring.metrics import Metrics
 from mlxkv.server.settings import MOST_HEADER_BYTES, Settings
 
 KEEP_ALIVE_S = 30

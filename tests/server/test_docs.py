@@ -10,7 +10,7 @@ from answering import served
 from serving import tiny_model
 
 from mlxkv.server import anthropic, openai
-from mlxkv.server.metrics import Metrics
+from mlxkv.server.monitoring.metrics import Metrics
 from mlxkv.server.settings import MOST_BODY_BYTES, MOST_HEADER_BYTES, READ_DEADLINE_S
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text(encoding="utf-8")

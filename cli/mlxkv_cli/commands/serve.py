@@ -96,7 +96,7 @@ def serve(
     from mlxkv.engine.scheduler import Limits
     from mlxkv.models.loader import load
     from mlxkv.prompt_cache.block_cache import BlockCache, request_line
-    from mlxkv.server.metrics import Metrics
+    from mlxkv.server.monitoring.metrics import Metrics
     from mlxkv.server.run import bound, serve
     from mlxkv.server.settings import Settings
 

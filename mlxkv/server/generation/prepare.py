@@ -20,7 +20,7 @@ from mlxkv.engine.request import Processor, Record, Request, Sampling
 from mlxkv.engine.text import initial_state
 from mlxkv.models.chat import render, system_tokens
 from mlxkv.models.loader import LoadedModel
-from mlxkv.server.errors import RequestError
+from mlxkv.server.http.errors import RequestError
 from mlxkv.server.settings import Settings
 
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}

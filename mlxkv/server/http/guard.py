@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlxkv.server.errors import error_body
+from mlxkv.server.http.errors import error_body
 from mlxkv.server.settings import MOST_HEADER_BYTES, Settings, is_loopback
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/"})

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlxkv.engine.engine import Engine
 from mlxkv.engine.request import Event, Failed, Finished, Piece, Request
-from mlxkv.server.metrics import Metrics
+from mlxkv.server.monitoring.metrics import Metrics
 from mlxkv.server.settings import FIRST_PING_S, PING_S
 
 

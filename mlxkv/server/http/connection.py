@@ -9,7 +9,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mlxkv.server.errors import error_body
+from mlxkv.server.http.errors import error_body
 
 
 class Connection(H11Protocol):
