@@ -135,7 +135,9 @@ def _latency_table(plan: Plan) -> Table:
 
 def _summary(plan: Plan) -> Iterator[str]:
     fixed = plan.contexts[0].memory
-    other = [f"{_gib(fixed.runtime_bytes)} GiB runtime share"] if fixed.runtime_bytes else []
+    measured = plan.machine.runtime is not None
+    share = f"{_gib(fixed.runtime_bytes)} GiB runtime share{' (measured on this machine)' if measured else ''}"
+    other = [share] if fixed.runtime_bytes or measured else []
     other += [f"{_gib(fixed.hot_bytes)} GiB hot tier"] if fixed.hot_bytes else []
     yield from textwrap.wrap(
         f"total includes {' and '.join([*other, 'allocation in steps'])}; at once: sequences that fit.", _WIDTH

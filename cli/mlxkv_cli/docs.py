@@ -203,6 +203,11 @@ JSON_FIELDS: dict[str, dict[str, str]] = {
         "demo_weights": "the demo model's file",
         "fixes": "what has to be mended, each with a command; exit code 1 when there is one",
         "hints": "what could be better",
+        "checks": "only with `--prove`, and of the above only `versions` and `machine`: one object a check, `name`,"
+        " `verdict` (`ok`, `note`, `fail`), `said`, `figures`, `advice`; see [doctor](doctor.md)",
+        "verdict": "the gravest of all checks; exit code 1 when it is `fail`",
+        "model": "the model's name",
+        "seconds": "how long it all took",
     },
 }
 JSON_FIELDS["cache clear"] = JSON_FIELDS["cache prune"]

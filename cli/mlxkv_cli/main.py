@@ -131,7 +131,7 @@ app.command(
     )
 )(lint.lint)
 app.add_typer(explain.app, name="explain")
-app.command(epilog=examples("mlxkv doctor", "mlxkv doctor --json"))(doctor.doctor)
+app.command(epilog=examples("mlxkv doctor", "mlxkv doctor --json", "mlxkv doctor --prove"))(doctor.doctor)
 
 
 def main() -> int:

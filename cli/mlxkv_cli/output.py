@@ -105,6 +105,14 @@ class Output:
             yield lambda amount: bar.advance(task, amount)
 
     @contextmanager
+    def steps(self) -> Iterator[Callable[[str, float], None]]:
+        """A bar on stderr that names what goes on; yields the function that tells (what begins, share that is done)."""
+        columns = (BarColumn(20), TextColumn("{task.description}", markup=False))
+        with Progress(*columns, console=self._err, transient=True, disable=not self._err.is_terminal) as bar:
+            task = bar.add_task("", total=1.0)
+            yield lambda what, done: bar.update(task, description=printable(what), completed=done)
+
+    @contextmanager
     def prefills(self) -> Iterator[Callable[[Sequence[tuple[str, int, int]]], None]]:
         """Bars on stderr for prompts that take long; yields the function that tells (request, tokens done, of all).
 

@@ -79,6 +79,27 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class RuntimeShare:
+    """What the runtime took beyond weights, KV and transient, as `mlxkv doctor --prove` saw it on this machine.
+
+    Attributes:
+        model, hidden_size, step_tokens: what it was measured with.
+        date: when, ISO 8601.
+    """
+
+    bytes: int
+    model: str
+    hidden_size: int
+    step_tokens: int
+    date: str
+
+    def of(self, hidden_size: int, step_tokens: int) -> int:
+        """Of another model. A step's activations grow with both numbers: all of it is taken to, and never less."""
+        measured = self.hidden_size * self.step_tokens
+        return self.bytes * max(hidden_size * step_tokens, measured) // measured if measured else self.bytes
+
+
+@dataclass(frozen=True)
 class Machine:
     """What a model may use.
 
@@ -89,6 +110,8 @@ class Machine:
         chip: `M4 Pro`; None when unknown, and then no seconds are estimated.
         source: where the figures come from, one line for a person.
         estimated: names of the fields that a rule gave because nobody posted them.
+        here: it is the machine this runs on, and not one that is described.
+        runtime: measured here; None where it was not.
     """
 
     memory_bytes: int
@@ -101,6 +124,8 @@ class Machine:
     kernels: Kernels = METAL
     speed: Speed | None = None
     on_cpu: bool = False
+    here: bool = False
+    runtime: RuntimeShare | None = None
 
     @property
     def system_bytes(self) -> int:
@@ -141,7 +166,7 @@ def find_machine(
 
 def this_mac() -> Machine:
     """This Mac, as MLX's Metal device reports it. Only where `mx.metal.is_available()`."""
-    return machine_from_device(mx.device_info(mx.gpu), macos=macos_version() or "")
+    return replace(machine_from_device(mx.device_info(mx.gpu), macos=macos_version() or ""), here=True)
 
 
 def machine_from_device(info: Mapping[str, Any], *, macos: str) -> Machine:
@@ -178,6 +203,7 @@ def this_cpu() -> Machine:
         source="this computer's memory; no GPU",
         kernels=UNFUSED,
         on_cpu=True,
+        here=True,
     )
 
 

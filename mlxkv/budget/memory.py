@@ -41,7 +41,7 @@ class Memory:
         kv_bytes: keys, values and states in use while decoding; a shared prefix once.
         slack_bytes: what is allocated beyond that: steps of 256 tokens, and windows while a step is prefilled.
         transient_bytes: what lives only while a step is prefilled.
-        runtime_bytes: a constant; see RUNTIME_BYTES.
+        runtime_bytes: as it was measured on this machine, else a constant; see RUNTIME_BYTES.
         hot_bytes: the hot tier's budget.
         largest_buffer_bytes, largest_buffer: the longest single array, and what it is.
     """
@@ -103,7 +103,7 @@ class Deployment:
             kv_bytes=kv_bytes,
             slack_bytes=self._allocated_bytes(tokens, sequences) - kv_bytes,
             transient_bytes=self._transient_bytes(tokens),
-            runtime_bytes=0 if self.machine.on_cpu else RUNTIME_BYTES,
+            runtime_bytes=self._runtime_bytes(),
             hot_bytes=self.hot_bytes,
             largest_buffer_bytes=largest_bytes,
             largest_buffer=largest,
@@ -156,6 +156,12 @@ class Deployment:
         if not queries:
             return f"fused for head size {shape.key_dim}, no scores"
         return f"{shape.query_heads} heads x {queries:,} queries x {self._keys(call, tokens):,} keys x {size} B"
+
+    def _runtime_bytes(self) -> int:
+        measured = self.machine.runtime
+        if measured is not None:
+            return measured.of(self.model.hidden_size, self.prefill_step_tokens)
+        return 0 if self.machine.on_cpu else RUNTIME_BYTES
 
     def _kv_bytes(self, tokens: int, sequences: int) -> int:
         traced = self.model.trace

@@ -11,6 +11,7 @@ from typing import Any
 from mlxkv.budget.advice import advise
 from mlxkv.budget.latency import Latency, estimate
 from mlxkv.budget.machines import Machine, find_machine
+from mlxkv.budget.measured import with_measured
 from mlxkv.budget.memory import (
     MOST_SEQUENCES,
     MOST_TOKENS,
@@ -198,7 +199,7 @@ def plan(
     traced = trace_model(source, weights=weights, kv_bits=kv_bits, kv_group_size=kv_group_size)
     deployment = Deployment(
         traced,
-        machine or find_machine(),
+        machine or with_measured(find_machine()),
         prefill_step_tokens=prefill_step_tokens,
         shared_prefix_tokens=shared_prefix_tokens,
         hot_bytes=hot_bytes or 0,

@@ -26,6 +26,7 @@ def json_form(plan: Plan) -> dict[str, Any]:
             "macos": machine.macos,
             "chip": machine.chip,
             "source": machine.source,
+            "runtime_share": "estimated" if machine.runtime is None else "measured",
         },
         "contexts": [_context_form(row) for row in plan.contexts],
         "max_context_tokens": plan.max_context_tokens,

@@ -109,7 +109,16 @@ def _transient(deployment: Deployment, memory: Memory) -> Iterator[Term]:
 
 
 def _rest(deployment: Deployment, memory: Memory) -> Iterator[Term]:
-    if memory.runtime_bytes:
+    measured = deployment.machine.runtime
+    if measured is not None:
+        yield Term(
+            "runtime share",
+            format_bytes(memory.runtime_bytes),
+            f"{measured.bytes:,} B with {measured.model} at hidden size {measured.hidden_size:,} and"
+            f" {measured.step_tokens:,} tokens a step, in proportion where either is larger",
+            f"measured on this machine on {measured.date} by `mlxkv doctor --prove`",
+        )
+    elif memory.runtime_bytes:
         yield Term(
             "runtime share", format_bytes(memory.runtime_bytes), f"{RUNTIME_BYTES:,} B, a constant",
             "estimate, fitted on ml-explore/mlx-lm#1480 (M5 Max, eight lengths)",

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from mlx.utils import tree_reduce
 
-from mlxkv.budget.machines import find_machine, this_cpu
+from mlxkv.budget.machines import RuntimeShare, find_machine, this_cpu
+from mlxkv.budget.measured import with_measured
 from mlxkv.budget.memory import MOST_SHARE, Deployment
 from mlxkv.budget.model import trace_model
 from mlxkv.budget.source import Source
@@ -31,6 +32,7 @@ class MemoryShares:
         transient_bytes: what the largest prefill chunk holds for a while.
         hot_bytes: the hot tier's budget.
         live_bytes: what running sequences may hold together.
+        runtime: the measured runtime share that is counted in `transient_bytes`; None where the budget's own is.
     """
 
     limit_bytes: int
@@ -39,6 +41,7 @@ class MemoryShares:
     hot_bytes: int
     live_bytes: int
     chunk_tokens: int
+    runtime: RuntimeShare | None = None
 
 
 def share_memory(model: LoadedModel, *, hot_bytes: int | None, chunk_tokens: int | None) -> MemoryShares:
@@ -53,7 +56,7 @@ def share_memory(model: LoadedModel, *, hot_bytes: int | None, chunk_tokens: int
 
     Cost: a trace of the config, 0.05 to 1 s.
     """
-    machine = this_cpu() if on_cpu() else find_machine()
+    machine = with_measured(this_cpu() if on_cpu() else find_machine())
     traced = trace_model(Source(model.name, "loaded", check_config(model.config)))
     weights = int(tree_reduce(lambda total, array: total + array.nbytes, model.module.parameters(), 0))
     limit = int(machine.gpu_limit_bytes * MOST_SHARE)
@@ -75,4 +78,4 @@ def share_memory(model: LoadedModel, *, hot_bytes: int | None, chunk_tokens: int
             f" {format_bytes(transient(chunk))} and the hot tier {format_bytes(hot)}: nothing is left for a sequence;"
             " lower --hot or --prefill-chunk, or take a smaller model."
         )
-    return MemoryShares(limit, weights, transient(chunk), hot, left - hot, chunk)
+    return MemoryShares(limit, weights, transient(chunk), hot, left - hot, chunk, machine.runtime)

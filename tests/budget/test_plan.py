@@ -181,7 +181,7 @@ SCHEMA = {
     "kv": ["bytes_per_token", "block_tokens", "bytes_per_block", "first_block_bytes", "window_tokens",
            "window_bytes_per_token", "fixed_bytes", "formula_bytes_per_token"],
     "weights": ["bytes", "params", "bits"],
-    "machine": ["memory_bytes", "gpu_limit_bytes", "max_buffer_bytes", "macos", "chip", "source"],
+    "machine": ["memory_bytes", "gpu_limit_bytes", "max_buffer_bytes", "macos", "chip", "source", "runtime_share"],
 }  # fmt: skip
 TOP = ["model", "versions", "kv", "weights", "machine", "contexts", "max_context_tokens", "max_sequences", "verdict",
        "advice"]  # fmt: skip

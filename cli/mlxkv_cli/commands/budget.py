@@ -10,6 +10,7 @@ import typer
 
 from mlxkv.core.errors import UsageError
 from mlxkv.core.units import MIB, parse_bytes, parse_tokens
+from mlxkv_cli.caching import warnings_on
 from mlxkv_cli.options import Json
 from mlxkv_cli.output import Output
 
@@ -158,10 +159,14 @@ def budget(
     Needs the model's config only. Bytes are exact; seconds and the 1.4 GiB runtime share are estimates.
     """
     from mlxkv.budget import find_machine
+    from mlxkv.budget.measured import with_measured
     from mlxkv.sizing.weights import WeightSpec
 
     names, comparing = _names(models)
     output = Output(json=as_json)
+    machine = find_machine(memory_bytes=ram, macos=macos, chip=chip, wired_limit_bytes=wired_limit)
+    with warnings_on(output):
+        machine = with_measured(machine)
     settings: dict[str, Any] = {
         "contexts": sorted({*(context or ()), *([require] if require else ())}) or None,
         "sequences": sequences,
@@ -172,7 +177,7 @@ def budget(
         "prefill_step_tokens": prefill_step,
         "hot_bytes": hot,
         "cold_bytes": cold,
-        "machine": find_machine(memory_bytes=ram, macos=macos, chip=chip, wired_limit_bytes=wired_limit),
+        "machine": machine,
     }
     if comparing:
         if explain or plot is not None:

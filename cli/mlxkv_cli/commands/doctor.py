@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -26,6 +26,7 @@ from mlxkv.core.platform import (
 )
 from mlxkv.core.trial import Trial
 from mlxkv.core.units import GIB, format_bytes
+from mlxkv_cli.commands.prove import prove_here
 from mlxkv_cli.options import CacheDir, Json
 from mlxkv_cli.output import Output
 
@@ -77,12 +78,26 @@ class CacheRoot:
         return f"{self.path} ({state}), {format_bytes(self.free_bytes)} free"
 
 
-def doctor(cache_dir: CacheDir = None, as_json: Json = False) -> None:
-    """Say what this machine has, what is missing, and how to mend it.
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="With --prove: the model to run. Without it, the demo's.")
+    ] = None,
+    proving: Annotated[
+        bool, typer.Option("--prove", metavar="", help="Compute, restore, damage and measure; up to three minutes.")
+    ] = False,
+    cache_dir: CacheDir = None,
+    as_json: Json = False,
+) -> None:
+    """Say what this machine has, what is missing, and how to mend it; with --prove, whether it keeps what is promised.
 
-    Exit code 1 when something needs mending.
+    Exit code 1 when something needs mending, or a check fails.
     """
     output = Output(json=as_json)
+    if proving:
+        prove_here(output, model, cache_dir or default_cache_dir())
+        return
+    if model is not None:
+        raise typer.BadParameter(f"a model is run with --prove only: mlxkv doctor --prove {shlex.quote(model)}")
     tried = choose_blas(again=True).tried
     blas = load_fast_blas()
     versions = installed_versions()
@@ -253,5 +268,5 @@ def _page(lines: list[tuple[str, str]], findings: list[Finding]) -> str:
         if chosen:
             page += ["", title, *(f"  {finding.problem}\n      {finding.fix}" for finding in chosen)]
     if all(finding.optional for finding in findings):
-        page += ["", "Nothing to fix."]
+        page += ["", "Nothing to fix. To see that it computes, restores and keeps right here: mlxkv doctor --prove"]
     return "\n".join(page)

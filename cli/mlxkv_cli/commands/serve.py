@@ -112,6 +112,8 @@ def serve(
     def open_model() -> Opened:
         loaded = load(model, adapter=adapter)
         shares = share_memory(loaded, hot_bytes=hot, chunk_tokens=prefill_chunk)
+        if shares.runtime is not None:
+            output.say("mlxkv: runtime share measured on this machine", "dim")
         store = BlockStore(replace(config, hot_bytes=shares.hot_bytes))
         store.log.listener = metrics.on_event
         cache = BlockCache(loaded.module, loaded.fields, store, name=loaded.name, kv_bits=kv_bits)
