@@ -5,6 +5,7 @@
     │   └── ModelNotFoundError  2   404   no such model here
     ├── ModelError              2   400   the model's files or config cannot be used
     ├── BudgetError             1   503   it does not fit
+    ├── DeviceError             1   503   the GPU failed while it computed
     ├── CacheRootError          1   500   the cache directory cannot be trusted or used
     ├── UnusableMlxError        1   500   MLX cannot run on this CPU
     └── DamagedBlockError       1   500   a block file is not what it claims; always handled as a miss
@@ -46,6 +47,17 @@ class BudgetError(MlxkvError):
     """Something needs more bytes than it may have."""
 
     http_status = 503
+
+
+class DeviceError(MlxkvError):
+    """What computes has failed; `kind` is how, `may_pass` whether the same request may go well a moment later."""
+
+    http_status = 503
+
+    def __init__(self, message: str, *, kind: str, may_pass: bool) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.may_pass = may_pass
 
 
 class CacheRootError(MlxkvError):

@@ -10,7 +10,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlxkv.blocklog.outline import Outliner, load_key
 from mlxkv.cache.block_log import RequestEvent
-from mlxkv.core.errors import MlxkvError, UsageError
+from mlxkv.core.errors import DeviceError, MlxkvError, UsageError
 from mlxkv.engine.generate import Progress, generate
 from mlxkv.models.chat import render, system_tokens
 from mlxkv.models.loader import LoadedModel
@@ -59,7 +59,9 @@ class Chat:
         Raises:
             UsageError: the conversation does not fit the model's context, or its template refuses the message. Nothing
                 was computed, and the conversation is what it was before.
+            DeviceError: the GPU failed. The conversation is what it was before.
         """
+        asked = len(self.messages)
         self.messages.append({"role": "user", "content": text})
         try:
             prompt = render(self._model.tokenizer, self.messages)
@@ -69,6 +71,15 @@ class Chat:
             raise
         if sampling.seed is not None:
             mx.random.seed(sampling.seed)
+        try:
+            yield from self._generated(prompt, sampling, max_tokens, on_progress)
+        except DeviceError:
+            del self.messages[asked:]
+            raise
+
+    def _generated(
+        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, on_progress: Progress | None
+    ) -> Iterator[str]:
         generation = generate(
             self._model.module,
             self._cache,

@@ -3,7 +3,8 @@
 Each turn of its loop takes what was asked, goes on with restores, prefills a chunk's worth of tokens, and decodes one
 token for every running row. A long prompt therefore stops the others for no longer than a chunk. An exception in one
 request ends that request, one in a step all its rows, and nothing that was being computed is published (a device may
-tell of an error late); one outside of all requests ends them all, and the engine begins anew, once.
+tell of an error late); one outside of all requests ends them all, and the engine begins anew, once. After an error of
+the device, what else it has to tell is heard and memory is let go before anything else is computed.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ import mlx.core as mx
 from mlxkv.attention.dispatch import Dispatch
 from mlxkv.cache.block_log import RequestEvent
 from mlxkv.cache.names import BLOCK_TOKENS, BlockName, chain, pack
-from mlxkv.core.errors import BudgetError, MlxkvError
+from mlxkv.core.device import device_error, is_device_error
+from mlxkv.core.errors import BudgetError, DeviceError, MlxkvError
+from mlxkv.engine.advice import advice
 from mlxkv.engine.request import Emit, Failed, Finished, Piece, Prefilled, Request, Started
 from mlxkv.engine.sampling import RowSampler, Sampled, sample_rows
 from mlxkv.engine.scheduler import Limits, Scheduler
 from mlxkv.engine.text import ReplyText
+from mlxkv.models.computing import LOADING, computing, let_go
 from mlxkv.models.loader import LoadedModel, on_cpu
 from mlxkv.prompt_cache.batch import DecodeBatch
 from mlxkv.prompt_cache.block_cache import BlockCache, CachedSequence
@@ -186,6 +190,7 @@ class Engine:
         self._batch: DecodeBatch
         self._sampled: Sampled | None = None
         self._cancelled: set[str] = set()
+        self._failure: DeviceError | None = None
 
     # from any thread
 
@@ -356,8 +361,10 @@ class Engine:
         self._admit()
         if self._prefilling:
             self._prefill()
+        self._recover()
         if self._rows:
             self._decode()
+        self._recover()
         self._expire_pins()
         self._tell_status()
         if self._deadline is not None:
@@ -406,7 +413,7 @@ class Engine:
                 self._prefilling.append(self._begin(asked))
             except Exception as error:  # noqa: BLE001 - ends this request alone
                 self._scheduler.ended(self.need_bytes(asked.request))
-                asked.emit(Failed(error))
+                asked.emit(Failed(self._told(error, decoding=False)))
 
     def _begin(self, asked: _Asked) -> _Live:
         request = asked.request
@@ -442,16 +449,40 @@ class Engine:
                 if live in self._prefilling:
                     self._prefilling.remove(live)
                 self._end(live, error=error)
+                if self._failure is not None:
+                    return
         if left == self.opened.chunk_tokens and not self._rows:
             time.sleep(RESTORING_S)  # every one of them waits for the SSD
 
     def _settle(self) -> None:
         """Hear now of what went wrong in a step that is still on its way: it would be told to somebody else."""
         if self._rows:
-            try:
-                mx.synchronize()
-            except Exception as error:  # noqa: BLE001 - a step is one for all rows: it ends them, and nothing else
-                self._end_rows(error)
+            self._hear()
+
+    def _hear(self) -> None:
+        try:
+            mx.synchronize()
+        except Exception as error:  # noqa: BLE001 - a step is one for all rows: it ends them, and nothing else
+            self._end_rows(error)
+
+    def _told(self, error: Exception, *, decoding: bool) -> Exception:
+        """What a request hears of an error: one of the device comes with the setting to change."""
+        hot_bytes, chunk = self.cache.store.hot.budget_bytes, self.opened.chunk_tokens
+        known = advice(self.limits, hot_bytes=hot_bytes, chunk_tokens=chunk, decoding=decoding)
+        failure = device_error(error, known)
+        if failure is None:
+            return error
+        failure.__cause__ = error
+        self._failure = failure
+        return failure
+
+    def _recover(self) -> None:
+        """After the device failed: let memory go, and hear what else went wrong before somebody else is told of it."""
+        while self._failure is not None:
+            failure, self._failure = self._failure, None
+            logger.warning("%s", failure)
+            let_go(failure)
+            self._hear()
 
     def _chunk_end(self, live: _Live) -> int:
         """Where the next chunk of a prompt ends: its last token is left for the decode step that all rows share."""
@@ -553,8 +584,10 @@ class Engine:
             if not live.output:
                 live.sequence.first_token()
             complete = self._give(live, token, logprobs)
-        except Exception as error:  # noqa: BLE001 - ends this request alone
-            self._end(live, error=error)
+        except Exception as error:
+            if is_device_error(error):
+                raise
+            self._end(live, error=error)  # ends this request alone
             return True
         if not complete:
             live.sequence.commit()
@@ -637,7 +670,7 @@ class Engine:
         if self._on_request is not None:
             self._on_request(event)
         if error is not None:
-            live.asked.emit(Failed(error))
+            live.asked.emit(Failed(self._told(error, decoding=live.at == live.prompt_tokens)))
             return failure
         stopped = bool(live.output) and live.output[-1] in self.model.tokenizer.eos_token_ids
         if rest := live.text.finish():
@@ -708,4 +741,5 @@ class Engine:
 
 def _warm_up(opened: Opened) -> None:
     """Run one token, so that the first request does not wait for what is only done once."""
-    mx.eval(opened.model.module(mx.zeros((1, 1), mx.int32), cache=opened.cache.new_prompt_cache()))
+    with computing(LOADING):
+        mx.eval(opened.model.module(mx.zeros((1, 1), mx.int32), cache=opened.cache.new_prompt_cache()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -12,6 +11,7 @@ import mlx.nn as nn
 
 from mlxkv.cache.block_log import RequestEvent
 from mlxkv.core.errors import UsageError
+from mlxkv.models.computing import computing
 from mlxkv.models.loader import on_cpu
 from mlxkv.prompt_cache.block_cache import BlockCache, CachedSequence
 
@@ -30,7 +30,7 @@ class Generation:
     """An iterator of token ids; `event` is the request's line once it has ended, however it ended.
 
     Closing it (or leaving the loop and calling `close`) commits what is full and lets go of the pins. After an error
-    nothing more is committed, see `CachedSequence.fail`.
+    nothing more is committed, see `CachedSequence.fail`. What a device says when it fails is a `DeviceError`.
     """
 
     sequence: CachedSequence
@@ -46,7 +46,8 @@ class Generation:
     def close(self) -> RequestEvent:
         """End the request now."""
         if self.event is None:
-            self.event = self.sequence.finish()
+            with computing():
+                self.event = self.sequence.finish()
         return self.event
 
 
@@ -75,11 +76,13 @@ def generate(
 
     Raises:
         UsageError: an empty prompt, or `max_tokens` below 1.
+        DeviceError: the GPU failed; says how, and what to change.
     """
     if max_tokens < 1:
         raise UsageError(f"max tokens is {max_tokens}; ask for at least 1.")
     chunk = chunk_tokens or (CPU_CHUNK_TOKENS if on_cpu() else GPU_CHUNK_TOKENS)
-    sequence = cache.start(prompt, salt=salt, marks=marks)
+    with computing():
+        sequence = cache.start(prompt, salt=salt, marks=marks)
     tokens = _run(module, sequence, prompt, max_tokens, sampler, stop_tokens, chunk, on_progress or _ignore)
     return Generation(sequence, tokens)
 
@@ -94,14 +97,15 @@ def _run(
     chunk_tokens: int,
     on_progress: Progress,
 ) -> Iterator[int]:
+    # An error while computing publishes nothing more of the sequence, unlike a run that is given up.
     prefill(module, sequence, prompt, chunk_tokens, on_progress)
-    with _computing(sequence):
+    with computing(failed=sequence.fail):
         token = _queue(module, sequence, mx.array(prompt[-1:]), sampler)
     ahead: mx.array | None = None
     for count in range(1, max_tokens + 1):
         # The next step is queued before this token is read, so that the device never waits for Python; but the first
         # token is handed out before: on a CPU, queueing a step waits for most of the one before.
-        with _computing(sequence):
+        with computing(failed=sequence.fail):
             if 1 < count < max_tokens:
                 ahead = _queue(module, sequence, token, sampler)
             value = int(token.item())
@@ -112,7 +116,7 @@ def _run(
         if value in stop_tokens:
             return
         yield value
-        with _computing(sequence):
+        with computing(failed=sequence.fail):
             sequence.commit()
             if count < max_tokens:
                 token = _queue(module, sequence, token, sampler) if ahead is None else ahead
@@ -128,7 +132,7 @@ def prefill(
     on_progress(at, len(prompt))
     while at < last:
         stop = min((at // chunk_tokens + 1) * chunk_tokens, last, sequence.next_stop(at))
-        with _computing(sequence):
+        with computing(failed=sequence.fail):
             module(mx.array(prompt[at:stop])[None], cache=sequence.prompt_cache)
             mx.eval([cache.state for cache in sequence.prompt_cache])
             mx.synchronize()  # an error of the device that `eval` did not tell is told here
@@ -148,16 +152,6 @@ def _queue(module: nn.Module, sequence: CachedSequence, token: mx.array, sampler
     sampled = sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
     mx.async_eval(sampled)
     return sampled
-
-
-@contextmanager
-def _computing(sequence: CachedSequence) -> Iterator[None]:
-    """An error in the body is one of the computation: nothing of it may be published, unlike of a run given up."""
-    try:
-        yield
-    except Exception:
-        sequence.fail()
-        raise
 
 
 def _ignore(done: int, total: int) -> None:

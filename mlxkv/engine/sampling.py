@@ -9,6 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+from mlxkv.core.device import is_device_error
 from mlxkv.engine.request import Request, TokenLogprob
 
 _SEED_STEP = 1_000_003
@@ -19,7 +20,7 @@ class RowSampler:
     """One row's sampling. Owner: the engine's thread.
 
     A seeded row draws with a key of its own for every token: who shares the batch neither moves it nor is moved by it.
-    An exception in its processors stays in `error` and ends this row alone.
+    An exception in its processors stays in `error` and ends this row alone, unless it is the device's, which all hear.
     """
 
     def __init__(self, request: Request) -> None:
@@ -57,8 +58,10 @@ class RowSampler:
             logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             token = self._sample(logprobs) if self._seed is None else self._draw(self._seed, logprobs)
             return token, logprobs[0] if self._wanted is not None else None
-        except Exception as error:  # noqa: BLE001 - a processor may raise anything; it ends this request alone
-            self.error = error
+        except Exception as error:
+            if is_device_error(error):
+                raise
+            self.error = error  # a processor may raise anything; it ends this request alone
             return mx.argmax(logits, axis=-1), None
 
     def told(self, token: int, logprobs: mx.array | None) -> TokenLogprob | None:

@@ -11,9 +11,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxkv.core.device import is_device_error
 from mlxkv.core.errors import ModelError, ModelNotFoundError
 from mlxkv.core.platform import default_cache_dir, keep_open_files_limit
 from mlxkv.core.units import MIB
+from mlxkv.models.computing import LOADING, computing
 from mlxkv.models.detokenizer import keep_every_byte
 from mlxkv.models.fingerprint import (
     FORMAT,
@@ -61,10 +63,16 @@ def load(model: str, *, adapter: str | Path | None = None, paranoid: bool = Fals
     Raises:
         ModelNotFoundError: nothing of that name here, and no hub that knows it.
         ModelError: something is there and cannot be run; says what.
+        DeviceError: the GPU failed, most likely for want of memory.
 
     Cost: reads the weights once, and once more the first time for their digest.
     """
     keep_freed_memory()
+    with computing(LOADING):
+        return _load(model, adapter, paranoid=paranoid)
+
+
+def _load(model: str, adapter: str | Path | None, *, paranoid: bool) -> LoadedModel:
     path = Path(model).expanduser()
     if model.lower() == DEMO:
         return _from_gguf(DEMO, find_demo_gguf(), paranoid=paranoid)
@@ -129,6 +137,8 @@ def _from_directory(name: str, path: Path, adapter: str | Path | None, *, parano
         if adapter is not None:
             module = load_adapters(module, str(adapter))
     except _UNREADABLE as error:
+        if is_device_error(error):
+            raise
         raise ModelError(
             f"mlx-lm cannot load {path} ({_first_line(error)}); check that the download is complete."
         ) from error

@@ -40,6 +40,7 @@ from mlxkv.core.config import COLD_BYTES, CacheConfig, default_hot_bytes
 from mlxkv.core.errors import ModelError, UsageError
 from mlxkv.core.platform import default_cache_dir
 from mlxkv.core.units import format_bytes, format_seconds, parse_bytes
+from mlxkv.models.computing import computing
 from mlxkv.models.fingerprint import module_fields
 from mlxkv.prompt_cache.adapter import (
     Adapter,
@@ -182,8 +183,14 @@ class BlockCache:
         return sequence
 
     def restore(self, tokens: Sequence[int], *, salt: str = "") -> Restored:
-        """A prompt cache for `mlx_lm.stream_generate` with the longest held prefix of `tokens`."""
-        sequence = self.start(tokens, salt=salt)
+        """A prompt cache for `mlx_lm.stream_generate` with the longest held prefix of `tokens`.
+
+        Raises:
+            UsageError: as `start`.
+            DeviceError: the GPU failed; says how, and what to change.
+        """
+        with computing():
+            sequence = self.start(tokens, salt=salt)
         self.store.release(sequence.plan)
         return Restored(sequence.prompt_cache, sequence.held)
 
@@ -197,6 +204,9 @@ class BlockCache:
         Nothing is published while an exception is being handled, such as in a `finally` that it runs through, nor
         of a prompt cache whose evaluation failed once: what was being computed then cannot be told from the rest. An
         interrupt is no such exception.
+
+        Raises:
+            DeviceError: the GPU failed, now or before; says how, and what to change. Nothing was published.
         """
         if self._adapter is None or not len(tokens):
             return 0
@@ -211,14 +221,15 @@ class BlockCache:
         if held is None:
             return 0
         committer = _Committer(self, self._adapter, self.root(salt), pack(tokens), uuid.uuid4().hex[:12])
-        try:
+
+        def failed() -> None:
+            self._failed.update(parts)
+            committer.withdraw()
+
+        with computing(failed=failed):
             committed = committer.commit(source, held, tail=True)
             if self.layout.states and held % BLOCK_TOKENS == 0:
                 committer.checkpoint(held, self._adapter.state(source))
-        except Exception:
-            self._failed.update(parts)
-            committer.withdraw()
-            raise
         return committed
 
     @property
@@ -503,7 +514,8 @@ class CachedSequence:
     def fail(self) -> RequestEvent:
         """End after an error: publish nothing more, take back what was published last, unpin, log the request.
 
-        A device may tell of an error late, and by then what it failed to compute looks like anything else.
+        A device may tell of an error late, and by then what it failed to compute looks like anything else. What the
+        sequence held is let go: its prompt cache is an empty one.
         """
         if self._event is None:
             if self._committer is not None:
@@ -511,6 +523,9 @@ class CachedSequence:
             if self._restoring is not None:  # nothing came of the plan
                 self._restoring = None
                 self._cache.store.shorten(self.plan, 0, "unreadable")
+            self.prompt_cache, self._latest = self._cache.new_prompt_cache(), None
+            if self._adapter is not None:
+                self.source = self._adapter.source(self.prompt_cache)
             self._end()
         assert self._event is not None
         return self._event

@@ -24,13 +24,21 @@ from starlette.requests import ClientDisconnect
 
 from mlxkv.blocklog.outline import Outliner, load_key
 from mlxkv.core.errors import MlxkvError
-from mlxkv.engine.engine import Engine, EngineStoppedError
+from mlxkv.engine.engine import Engine
 from mlxkv.engine.request import Finished, Piece, Started, TokenLogprob
 from mlxkv.engine.request import Request as EngineRequest
 from mlxkv.server import anthropic, openai
 from mlxkv.server.generation.call import Call, ClientGoneError, EventStream
 from mlxkv.server.generation.prepare import chat_requests, count_tokens, text_requests, warm_up
-from mlxkv.server.http.errors import RETRY_AFTER_S, RequestError, describe, error_body, from_validation
+from mlxkv.server.http.errors import (
+    RETRY_AFTER_S,
+    RequestError,
+    describe,
+    error_body,
+    from_validation,
+    headers_of,
+    is_unforeseen,
+)
 from mlxkv.server.http.guard import SALT, BodyError, Guard
 from mlxkv.server.monitoring.blocks import cold_use, held_blocks, hot_blocks, hot_use
 from mlxkv.server.monitoring.metrics import Metrics
@@ -380,7 +388,7 @@ class _Routes:
                 yield frame
         except Exception as error:  # whatever ended the request, its client hears of it
             status, message, code, field = describe(error)
-            if status >= 500 and not isinstance(error, EngineStoppedError):
+            if is_unforeseen(error):
                 logger.exception("a request failed")
             told = error_body(request.url.path, status, message, code=code, field=field)
             if "type" in told:
@@ -543,10 +551,9 @@ async def _failed(request: Request, error: Exception) -> Response:
         first = error.errors()[0]
         error = RequestError(f"{first['loc'][-1]}: {first['msg']}.", field=str(first["loc"][-1]))
     status, message, code, field = describe(error)
-    if status >= 500 and not isinstance(error, EngineStoppedError):
+    if is_unforeseen(error):
         logger.error("a request failed", exc_info=error)
-    headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else {}
-    return JSONResponse(error_body(path, status, message, code=code, field=field), status, headers)
+    return JSONResponse(error_body(path, status, message, code=code, field=field), status, headers_of(error))
 
 
 async def _http_failed(request: Request, error: Exception) -> Response:

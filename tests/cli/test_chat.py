@@ -6,9 +6,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import fields
 
 import pytest
+from failing import OUT_OF_MEMORY, Device
 from talking import save_talking_model
 
 from mlxkv.cache.block_log import RequestEvent
@@ -16,6 +18,7 @@ from mlxkv.core.errors import ModelNotFoundError
 from mlxkv.models.gguf import find_demo_gguf
 from mlxkv_cli.docs import JSON_FIELDS
 from mlxkv_cli.main import run
+from mlxkv_cli.output import Output
 
 QUESTION = "Which way to the old harbour, and how long is the walk from the station at this time of day?"
 MLXKV = [sys.executable, "-m", "mlxkv_cli.main"]
@@ -163,6 +166,30 @@ def test_a_cache_directory_that_cannot_be_used_is_a_warning_and_the_reply_comes(
     assert out.strip()
     assert err.count("mlxkv: warning: cold tier: cannot use ") == 1
     assert "going on in memory" in err
+
+
+def test_a_device_that_fails_is_one_sentence_and_the_next_question_is_answered(
+    capsys, model, options, tmp_path, monkeypatch
+):
+    device = Device(monkeypatch)
+    device.arm(threading.get_ident(), 8, said=OUT_OF_MEMORY)
+    assert run(["chat", model, "--prompt", QUESTION, *options]) == 1
+    sentence = capsys.readouterr().err.splitlines()[-1]
+    assert sentence.startswith("mlxkv: the GPU ran out of memory (")
+    assert sentence.endswith("give the hot tier less (hot= in Python, --hot), or shorten the prompt.")
+
+    asked = iter([QUESTION, QUESTION])
+    monkeypatch.setattr("builtins.input", lambda _: next(asked, None) or _end_of_input())
+    monkeypatch.setattr(Output, "interactive", True)
+    device.arm(threading.get_ident(), 8, said=OUT_OF_MEMORY)
+    assert run(["chat", model, "--cache-dir", str(tmp_path / "other"), "--max-tokens", "12"]) == 0
+    err = capsys.readouterr().err
+    assert err.count("the GPU ran out of memory") == 1
+    assert len(LINE.findall(err)) == 1, "the second question has its reply"
+
+
+def _end_of_input():
+    raise EOFError
 
 
 def environment(tmp_path, **changes):

@@ -97,7 +97,7 @@ def _lines(output: Output) -> Iterator[str]:
 def _answer(output: Output, conversation: Chat, text: str, sampling: Sampling) -> bool:
     """Show the reply as it comes and the request line after it; False when it was stopped."""
     from mlxkv.cache.block_log import as_fields
-    from mlxkv.core.errors import UsageError
+    from mlxkv.core.errors import DeviceError, UsageError
     from mlxkv.prompt_cache.block_cache import request_line
 
     said, whole = "", True
@@ -110,9 +110,11 @@ def _answer(output: Output, conversation: Chat, text: str, sampling: Sampling) -
         whole = False
         pieces.close()  # type: ignore[attr-defined]
         output.say(" [stopped]", "dim")
-    except UsageError as error:
+    except (UsageError, DeviceError) as error:
         if output.json or not output.interactive:
             raise
+        if said:
+            output.write("\n")
         output.say(f"mlxkv: {error}")
         return True
     event = conversation.event

@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mlxkv.core.errors import BudgetError, MlxkvError
-from mlxkv.engine.engine import QueueFullError
+from mlxkv.core.errors import BudgetError, DeviceError, MlxkvError
+from mlxkv.engine.engine import EngineStoppedError, QueueFullError
 
 ANTHROPIC_PATH = "/v1/messages"
 RETRY_AFTER_S = 2
@@ -59,9 +59,23 @@ def describe(error: Exception) -> tuple[int, str, str | None, str | None]:
         return 400, str(error), "context_length_exceeded", None
     if isinstance(error, QueueFullError):
         return status, str(error), "queue_full", None
+    if isinstance(error, DeviceError):
+        return status, str(error), f"device_{error.kind}", None
     if isinstance(error, MlxkvError):
         return status, str(error), None, None
     return 500, f"an unexpected {type(error).__name__} ended this request; others are not touched.", "internal", None
+
+
+def headers_of(error: Exception) -> dict[str, str]:
+    """When to come again, where that helps. Both official clients send a 503 again by themselves unless told not to."""
+    if isinstance(error, DeviceError) and not error.may_pass:
+        return {"x-should-retry": "false"}
+    return {"retry-after": str(RETRY_AFTER_S)} if describe(error)[0] in (429, 503) else {}
+
+
+def is_unforeseen(error: Exception) -> bool:
+    """Whether the log must have an error's traceback: not that of an engine that stops or a device that failed."""
+    return describe(error)[0] >= 500 and not isinstance(error, (EngineStoppedError, DeviceError))
 
 
 def from_validation(error: ValidationError) -> RequestError:
