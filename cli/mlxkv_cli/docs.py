@@ -205,7 +205,7 @@ JSON_FIELDS: dict[str, dict[str, str]] = {
         "hints": "what could be better",
         "checks": "only with `--prove`, and of the above only `versions` and `machine`: one object a check, `name`,"
         " `verdict` (`ok`, `note`, `fail`), `said`, `figures`, `advice`; see [doctor](doctor.md)",
-        "verdict": "the gravest of all checks; exit code 1 when it is `fail`",
+        "verdict": "with `--prove`: the gravest of all checks; exit code 1 when it is `fail`",
         "model": "the model's name",
         "seconds": "how long it all took",
     },

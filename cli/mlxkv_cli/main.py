@@ -131,7 +131,9 @@ app.command(
     )
 )(lint.lint)
 app.add_typer(explain.app, name="explain")
-app.command(epilog=examples("mlxkv doctor", "mlxkv doctor --json", "mlxkv doctor --prove"))(doctor.doctor)
+app.command(epilog=examples("mlxkv doctor", "mlxkv doctor --json", "mlxkv doctor --prove --report proof.md"))(
+    doctor.doctor
+)
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -12,21 +12,23 @@ from rich.text import Text
 if TYPE_CHECKING:
     from mlxkv.prove.prove import Group as Checks
 
-_WIDTH = 79
 _SHOWN = {"ok": "ok", "note": "note", "fail": "FAIL"}
 _STYLES = {"ok": "green", "note": "yellow", "fail": "bold red"}
 
 
-def prove_page(groups: Sequence[Checks], head: str, seconds: float, width: int) -> RenderableType:
+def prove_page(groups: Sequence[Checks], facts: Mapping[str, str], seconds: float) -> RenderableType:
     """The whole answer: a row a check, and the advice of those that are not plainly right."""
     table = Table(
         Column("check", overflow="fold", max_width=20), Column("", no_wrap=True),
         Column("what was seen", overflow="fold"),
-        box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0), width=min(width, _WIDTH),
+        box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0),
     )  # fmt: skip
     for group in groups:
         for check in group.checks:
             table.add_row(check.name, Text(_SHOWN[check.verdict], _STYLES[check.verdict]), check.said)
+    head = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
+    for name, fact in facts.items():
+        head.add_row(name, fact)
     return Group(head, "", table, "", _closing(groups, seconds))
 
 

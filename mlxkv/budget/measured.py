@@ -88,6 +88,12 @@ def machine_key(machine: Machine) -> str:
     return f"{here.cpu}; {here.memory_bytes} B; {device} {machine.chip}; mlx {version('mlx')}"
 
 
+def _but_for_device(key: str) -> tuple[str, str]:
+    """A Mac has a CPU and a GPU; what was measured on one says nothing wrong of the other."""
+    first, _, rest = key.rpartition("; mlx ")
+    return first.rpartition("; ")[0], rest
+
+
 def _load(path: Path) -> dict[str, Any]:
     """Every entry of a file of ours.
 
@@ -112,6 +118,8 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _entry(shares: dict[str, Any], key: str) -> RuntimeShare | None:
     if key not in shares:
+        if any(_but_for_device(other) == _but_for_device(key) for other in shares):
+            return None
         raise _Damage("is of another machine or MLX")
     try:
         share = RuntimeShare(**shares[key])

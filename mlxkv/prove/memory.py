@@ -61,8 +61,12 @@ def check_memory(subject: Subject) -> tuple[Check, RuntimeShare | None]:
 def keep(share: RuntimeShare) -> Check:
     """Remember the share for `budget` and `serve`."""
     figures: dict[str, Figure] = {"runtime_share_bytes": share.bytes}
+    machine = this_machine()
+    if not machine.here:
+        said = f"{format_bytes(share.bytes)}, and `budget` knows no limits of this device"
+        return Check("runtime share", "note", said, figures, "Nothing to do: it is not kept.")
     try:
-        remember(this_machine(), share)
+        remember(machine, share)
     except OSError as error:
         return Check("runtime share", "note", f"it cannot be kept: {why(error)}", figures,
                      "Make the cache directory of your user writable; until then `budget` uses its own.")  # fmt: skip
@@ -98,7 +102,8 @@ def _measure(subject: Subject, deployment: Deployment, tokens: int) -> Peak:
 def _share(traced: TracedModel, peaks: Sequence[Peak]) -> RuntimeShare:
     most = max(0, *(peak.share_bytes for peak in peaks))
     today = datetime.now(UTC).date().isoformat()
-    return RuntimeShare(most, traced.name, traced.hidden_size, chunk_tokens(), today)
+    step_tokens = min(chunk_tokens(), max(peak.tokens for peak in peaks))
+    return RuntimeShare(most, traced.name, traced.hidden_size, step_tokens, today)
 
 
 def _judge(peaks: Sequence[Peak], weights_bytes: int, share: RuntimeShare, *, measured_before: bool) -> Check:

@@ -85,6 +85,10 @@ def doctor(
     proving: Annotated[
         bool, typer.Option("--prove", metavar="", help="Compute, restore, damage and measure; up to three minutes.")
     ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="With --prove: write it as Markdown, to paste into an issue."),
+    ] = None,
     cache_dir: CacheDir = None,
     as_json: Json = False,
 ) -> None:
@@ -94,10 +98,12 @@ def doctor(
     """
     output = Output(json=as_json)
     if proving:
-        prove_here(output, model, cache_dir or default_cache_dir())
+        prove_here(output, model, cache_dir or default_cache_dir(), report)
         return
     if model is not None:
         raise typer.BadParameter(f"a model is run with --prove only: mlxkv doctor --prove {shlex.quote(model)}")
+    if report is not None:
+        raise typer.BadParameter("--report is written with --prove only: mlxkv doctor --prove --report FILE")
     tried = choose_blas(again=True).tried
     blas = load_fast_blas()
     versions = installed_versions()
@@ -268,5 +274,6 @@ def _page(lines: list[tuple[str, str]], findings: list[Finding]) -> str:
         if chosen:
             page += ["", title, *(f"  {finding.problem}\n      {finding.fix}" for finding in chosen)]
     if all(finding.optional for finding in findings):
-        page += ["", "Nothing to fix. To see that it computes, restores and keeps right here: mlxkv doctor --prove"]
+        page += ["", "Nothing to fix."]
+    page += ["", "To prove on this machine what is promised: mlxkv doctor --prove"]
     return "\n".join(page)

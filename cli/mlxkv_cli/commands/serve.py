@@ -113,7 +113,8 @@ def serve(
         loaded = load(model, adapter=adapter)
         shares = share_memory(loaded, hot_bytes=hot, chunk_tokens=prefill_chunk)
         if shares.runtime is not None:
-            output.say("mlxkv: runtime share measured on this machine", "dim")
+            measured = f"{format_bytes(shares.runtime.bytes)} with {shares.runtime.model}"
+            output.say(f"mlxkv: runtime share as measured on this machine: {measured}", "dim")
         store = BlockStore(replace(config, hot_bytes=shares.hot_bytes))
         store.log.listener = metrics.on_event
         cache = BlockCache(loaded.module, loaded.fields, store, name=loaded.name, kv_bits=kv_bits)
