@@ -91,6 +91,10 @@ class TensorSpec:
         return len(self.paths) * self.heads * tokens * self.row_bytes
 
 
+ARRAY_STEP = 256
+"""Rows that mlx-lm's growing arrays take at a time: `KVCache.step`."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """The arrays of one model's block and of its checkpoint, in the order of its cache."""
@@ -131,6 +135,22 @@ class Layout:
     def restored_bytes(self, tokens: int) -> int:
         """Bytes that restoring `tokens` tokens moves, the states included."""
         return self.rows_bytes(0, tokens, tokens) + self.checkpoint_bytes if tokens else 0
+
+    def live_bytes(self, tokens: int, chunk_tokens: int) -> int:
+        """Most bytes that the arrays of a live sequence take until it has `tokens` tokens.
+
+        mlx-lm's arrays grow by 256 rows (`KVCache.step`). A window layer holds its window and the chunk that is being
+        prefilled; so does its record, for the block that is being filled instead of a window.
+        """
+        rows = tokens + ARRAY_STEP
+        total = self.checkpoint_bytes
+        for tensor in self.tensors:
+            held = rows
+            if tensor.window:
+                record = min(BLOCK_TOKENS + chunk_tokens, rows)
+                held = min(tensor.window + chunk_tokens + ARRAY_STEP, rows) + record
+            total += tensor.nbytes(1) * held
+        return total
 
     @property
     def windows(self) -> tuple[int, ...]:

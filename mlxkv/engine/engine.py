@@ -84,6 +84,7 @@ class Running:
 class Status:
     """What the engine was doing at the end of a turn; any thread may read it. Times are seconds since 1970.
 
+    `live_bytes` are those of the arrays that running sequences hold, padding and reserve included.
     `saved_bytes` is what running sequences would take more if each kept its own copy of a prefix they share.
     """
 
@@ -284,8 +285,8 @@ class Engine:
         return value  # type: ignore[return-value]
 
     def need_bytes(self, request: Request) -> int:
-        """Bytes of keys, values and states that a request may come to hold."""
-        return self.cache.layout.restored_bytes(len(request.prompt) + request.max_tokens)
+        """Bytes of keys, values and states that a request may come to hold by itself."""
+        return self.cache.layout.live_bytes(len(request.prompt) + request.max_tokens, self.opened.chunk_tokens)
 
     def refuse(self) -> None:
         """Take no more requests; what was taken goes on."""
@@ -339,7 +340,7 @@ class Engine:
         mx.clear_streams()  # or MLX may abort the process at its end: "terminate called without an active exception"
 
     def _new_batch(self, opened: Opened) -> DecodeBatch:
-        return DecodeBatch(self._hook, opened.cache.layout.bytes_per_token)
+        return DecodeBatch(self._hook, opened.cache.layout)
 
     def _refuse_rest(self) -> None:
         """Answer what came too late for a last turn; nothing can come after it."""
@@ -404,7 +405,7 @@ class Engine:
         while True:
             publish = self._prefilling if self.cache.keeps_blocks else ()
             expected = {name for live in publish for name in live.pending()}
-            asked = self._scheduler.next(partial(_awaits, expected), saved_bytes=self._batch.saved_bytes)
+            asked = self._scheduler.next(partial(_awaits, expected), extra_bytes=self._batch.extra_bytes)
             if asked is None:
                 return
             with self._lock:
@@ -514,7 +515,8 @@ class Engine:
         live.given = True
         token = mx.array(live.request.prompt[-1:], mx.uint32)
         try:
-            self._batch.join(live.sequence.prompt_cache, live.asked.names)
+            room = self._scheduler.room_bytes(self._batch.extra_bytes)
+            self._batch.join(live.sequence.prompt_cache, live.at, live.asked.names, room_bytes=room)
         except Exception as error:  # what the others have may be half changed
             self._end_rows(error)
             raise
@@ -527,8 +529,9 @@ class Engine:
 
     def _tell_sources(self) -> None:
         """Tell every row where its blocks are now."""
-        for live, source in zip(self._rows, self._batch.sources() or (), strict=False):
-            live.sequence.source = source
+        for live, source in zip(self._rows, self._batch.sources(), strict=True):
+            if source is not None:
+                live.sequence.source = source
 
     @property
     def _looks_ahead(self) -> bool:
@@ -733,7 +736,7 @@ class Engine:
         self.status = Status(
             queued=len(self._scheduler.queue),
             running=(*prefilling, *decoding),
-            live_bytes=self._scheduler.live_bytes,
+            live_bytes=self._batch.held_bytes + sum(live.sequence.held_bytes for live in self._prefilling),
             saved_bytes=self._batch.saved_bytes,
             steps=self._steps,
         )

@@ -6,6 +6,7 @@ others may go first. It does not wait for ever: when the other ends, however it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -54,28 +55,33 @@ class Scheduler(Generic[T]):
     def add(self, item: T, need_bytes: int) -> None:
         self.queue.append(Waiting(item, need_bytes))
 
-    def next(self, expected: Callable[[T], bool], *, saved_bytes: int = 0) -> T | None:
+    def next(self, expected: Callable[[T], bool], *, extra_bytes: int = 0) -> T | None:
         """Take the request that starts now, or None.
 
         Args:
-            saved_bytes: what live sequences hold less than they need each, because they share a prefix.
+            extra_bytes: what live sequences hold beyond what they need each, for padding; below 0 where they share a
+                prefix and hold less.
 
         Only a request that waits for somebody's blocks is passed; one that waits for memory or a place holds the line,
         so that small ones cannot pass it for ever.
         """
         if self.live >= self.limits.sequences:
             return None
-        memory = self.limits.memory_bytes
         for waiting in self.queue:
             if expected(waiting.item):
                 continue
-            if memory is not None and self.live and self.live_bytes - saved_bytes + waiting.need_bytes > memory:
+            if self.live and self.room_bytes(extra_bytes) < waiting.need_bytes:
                 return None
             self.queue.remove(waiting)
             self.live += 1
             self.live_bytes += waiting.need_bytes
             return waiting.item
         return None
+
+    def room_bytes(self, extra_bytes: int) -> float:
+        """What live sequences may come to hold more; `extra_bytes` as for `next`."""
+        memory = self.limits.memory_bytes
+        return math.inf if memory is None else memory - self.live_bytes - extra_bytes
 
     def ended(self, need_bytes: int) -> None:
         """A live request gave its place back."""

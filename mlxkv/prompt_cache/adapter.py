@@ -58,6 +58,18 @@ def leaves(prompt_cache: Sequence[Any]) -> Iterator[tuple[str, Any]]:
             yield str(i), cache
 
 
+def held_bytes(prompt_cache: PromptCache) -> int:
+    """Bytes of the arrays that a prompt cache holds, reserve and records included, of one sequence or of a batch."""
+    total = 0
+    for _, leaf in leaves(prompt_cache):
+        if isinstance(leaf, QuantizedKVCache) and leaf.keys is None:
+            continue  # its own count fails on it
+        total += int(leaf.nbytes)
+        if isinstance(leaf, RECORDED):
+            total += leaf.record.nbytes
+    return total
+
+
 def plain_prompt_cache(module: nn.Module) -> PromptCache:
     """What mlx-lm itself would use for this model."""
     made: PromptCache = make_prompt_cache(module)
@@ -317,6 +329,10 @@ class Target:
         rows |= dict.fromkeys(layout.windows, max(last - self.first_block, 1) * BLOCK_TOKENS)
         self._arrays = _new_arrays(layout, rows)
         self._rows = [[row for path in t.paths for row in _rows(self._arrays[path])] for t in layout.tensors]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self._arrays.values())
 
     def wanted(self, index: int) -> list[int]:
         """Which tensors of block `index` are needed: all of the last window, only full layers before it."""

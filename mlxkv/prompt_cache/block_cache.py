@@ -49,6 +49,7 @@ from mlxkv.prompt_cache.adapter import (
     Source,
     Target,
     UncachedModelError,
+    held_bytes,
     leaves,
     plain_prompt_cache,
 )
@@ -301,11 +302,9 @@ class BlockCache:
         return total
 
     def _fill(
-        self, root: BlockName, plan: Plan, capacity_tokens: int, request: str
+        self, root: BlockName, plan: Plan, target: Target, request: str
     ) -> Generator[Reading, None, tuple[Target, int]]:
-        """Bring the parts of a plan into a new target, memory first; returns it and how many parts are good."""
-        assert self._adapter is not None
-        target = self._adapter.target(capacity_tokens, plan.match.tokens)
+        """Bring the parts of a plan into a target, memory first; returns it or a copy, and how many parts are good."""
         parts = plan.match.parts
         cold: list[int] = []
         started = time.perf_counter()
@@ -384,8 +383,9 @@ class CachedSequence:
         self._reply: list[int] = []
         self._adapter = cache._adapter
         self.held = 0
-        self.prompt_cache: PromptCache
+        self.prompt_cache: PromptCache = []
         self.source: Source
+        self._target: Target | None = None
         self.restore_s = 0.0
         self._position = 0
         self._told = False  # by `advance`; else `commit` says that what the cache holds was computed
@@ -399,6 +399,11 @@ class CachedSequence:
             self.plan.reason = cache.uncached
         else:
             self._restoring = self._restore(cache, self._adapter)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the arrays it holds, those that are being restored included."""
+        return held_bytes(self.prompt_cache) if self._target is None else self._target.nbytes
 
     def poll(self, *, wait: bool = False) -> bool:
         """Go on restoring; True once `prompt_cache` is there. Without `wait` it returns when it would have to wait."""
@@ -425,7 +430,8 @@ class CachedSequence:
                 continue
             state = found
             capacity = max(self.prompt_tokens, len(parts) * BLOCK_TOKENS) + 1
-            target, good = yield from cache._fill(self._root, plan, capacity, self.id)
+            self._target = adapter.target(capacity, plan.match.tokens)
+            target, good = yield from cache._fill(self._root, plan, self._target, self.id)
             if good == len(parts):
                 break
             store.shorten(plan, good, store.why_gone(parts[good].name) or "slower than computing")
@@ -436,6 +442,7 @@ class CachedSequence:
             self.prompt_cache = adapter.build(target, self.held, state)
         else:
             self.prompt_cache = adapter.new_prompt_cache()
+        self._target = None
         self.source = adapter.source(self.prompt_cache)
         self._position = self.held
         store.used([*plan.match.parts, *([plan.checkpoint] if plan.checkpoint else [])])

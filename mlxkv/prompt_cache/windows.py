@@ -35,6 +35,11 @@ class Record:
             parts[:] = [mx.concatenate(parts, axis=2)]
         return parts[0][0, :, start - self.start : stop - self.start]
 
+    @property
+    def nbytes(self) -> int:
+        """Of the rows that are noted."""
+        return sum(part.nbytes for parts in self._rows.values() for part in parts)
+
     def forget(self, before: int) -> None:
         """Drop the rows of positions below `before`."""
         drop = before - self.start

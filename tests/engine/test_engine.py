@@ -205,7 +205,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(tmp_path: Path
         most = 2**20 // per_token
         with pytest.raises(BudgetError, match=r"needs .* KV cache, and all requests together may hold 1.00 MiB"):
             ask(engine, some_tokens(100, seed=1), most)
-        assert ask(engine, some_tokens(100, seed=1), most - 200).finished.reason == "length"
+        assert ask(engine, some_tokens(100, seed=1), most - 400).finished.reason == "length"
         replies = ask_all(engine, [Request(prompt=tuple(some_tokens(100, seed=i)), max_tokens=400) for i in range(3)])
         assert all(reply.finished.output_tokens == 400 for reply in replies), "one after the other"
 

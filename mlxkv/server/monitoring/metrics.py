@@ -72,7 +72,9 @@ class Metrics:
         self._budget = Gauge("mlxkv_tier_budget_bytes", "Most bytes a tier may hold.", ["tier"], registry=registry)
         self._queued = Gauge("mlxkv_queued_requests", "Requests that wait.", registry=registry)
         self._running = Gauge("mlxkv_running_requests", "Requests that run.", registry=registry)
-        self._live = Gauge("mlxkv_live_bytes", "Bytes that running requests may come to hold.", registry=registry)
+        self._live = Gauge(
+            "mlxkv_live_bytes", "Bytes of the arrays of running requests, with padding.", registry=registry
+        )
 
     def on_event(self, event: BlockEvent | RequestEvent) -> None:
         """Take in an event of the block log."""

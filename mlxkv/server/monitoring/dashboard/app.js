@@ -212,7 +212,7 @@ function showTiers({ hot, cold, checkpoint_bytes, live_bytes, live_budget_bytes,
     tiers.push(tier("SSD (cold tier)", "cold", cold.used_bytes, cold.budget_bytes, extra));
   } else tiers.push(make("p", { class: "tier" }, "The SSD (cold tier) is off."));
   if (live_budget_bytes !== null) {
-    tiers.push(tier("Running requests", "computed", live_bytes, live_budget_bytes, "what they may come to hold"));
+    tiers.push(tier("Running requests", "computed", live_bytes, live_budget_bytes, "what their arrays hold"));
   }
   const lost = Object.entries(evicted).map(([reason, blocks]) => `${count(blocks)} evicted (${reason})`);
   if (quarantined) lost.push(`${count(quarantined)} damaged and set aside`);
