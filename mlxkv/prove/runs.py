@@ -32,10 +32,10 @@ from mlxkv.models.loader import LoadedModel, on_cpu
 from mlxkv.prompt_cache.adapter import plain_prompt_cache
 from mlxkv.prompt_cache.block_cache import BlockCache
 
-STEPS = 16
+STEPS = 8
 MOST_BLOCKS, LEAST_BLOCKS = 32, 3
 _WANTED_S = 6.0  # a prompt whose prefill takes about so long; there are some seven of them
-_MEASURED = 128
+_WARM_TOKENS, _MEASURED_TOKENS = 8, 64
 ANY_BYTES = 2**62
 
 
@@ -89,9 +89,9 @@ def make_prompt(model: LoadedModel, blocks: int) -> tuple[int, ...]:
 
 def affordable_blocks(model: LoadedModel) -> int:
     """How long a prompt may be for everything to end in time here, from one short prefill; it warms up as well."""
-    prompt = make_prompt(model, _MEASURED // BLOCK_TOKENS)
-    run_plain(model, prompt, steps=1)
-    tokens_per_s = _MEASURED / run_plain(model, prompt, steps=1).first_token_s
+    prompt = make_prompt(model, 1)
+    run_plain(model, prompt[:_WARM_TOKENS], steps=1)
+    tokens_per_s = _MEASURED_TOKENS / run_plain(model, prompt, steps=1).first_token_s
     return min(max(int(tokens_per_s * _WANTED_S) // BLOCK_TOKENS, LEAST_BLOCKS), MOST_BLOCKS)
 
 

@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,26 +22,36 @@ from mlxkv.prove.check import Check, Figure
 from mlxkv.prove.runs import STEPS, Run, Subject, open_blocks, run_cached
 
 ROUNDS = 3
+_ENOUGH_S = 25.0  # of cold and hot rounds, and of those from the SSD: on a busy machine there are fewer
 _RATE_BYTES = 64 * MIB
 _F_NOCACHE = 48  # <sys/fcntl.h> of macOS
 _NO_REUSE = "Report it, with `mlxkv doctor --json`; until then every prompt is computed in full."
 
 
 def check_speed(subject: Subject) -> tuple[Check, ...]:
-    """First tokens, decoding and restores, each the median of a few rounds."""
+    """First tokens, decoding and restores, each the median of up to three rounds."""
     cold, hot, ssd = [], [], []
-    for turn in range(ROUNDS):
+    for turn in _rounds(ROUNDS):
         with open_blocks(subject, hot=True) as cache:
             cold.append(run_cached(subject.model, cache, subject.prompt, salt=f"speed {turn}"))
             hot.append(run_cached(subject.model, cache, subject.prompt, salt=f"speed {turn}"))
-    for turn in range(ROUNDS):
+    for turn in _rounds(len(cold)):
         with open_blocks(subject, hot=False) as cache:
-            ssd.append(run_cached(subject.model, cache, subject.prompt, salt=f"speed {turn}"))
+            ssd.append(run_cached(subject.model, cache, subject.prompt, salt=f"speed {turn}", steps=1))
     return (
         _first_tokens(subject, cold, hot, ssd),
         _decoding([*cold, *hot]),
         _restoring(subject.scratch, hot, ssd),
     )
+
+
+def _rounds(most: int) -> Iterator[int]:
+    """The numbers of the rounds: at least one, and none begins once enough time went by."""
+    until = time.monotonic() + _ENOUGH_S
+    for turn in range(most):
+        if turn and time.monotonic() > until:
+            return
+        yield turn
 
 
 def _first_tokens(subject: Subject, cold: Sequence[Run], hot: Sequence[Run], ssd: Sequence[Run]) -> Check:
