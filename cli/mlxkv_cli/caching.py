@@ -33,11 +33,13 @@ def cache_config(
 def open_cache(
     model: LoadedModel, config: CacheConfig, output: Output, *, kv_bits: int | None = None
 ) -> Iterator[BlockCache]:
-    """The model's cache; when the body ends, what waits is written, and what was lost is said."""
+    """The model's cache, its weights wired; when the body ends, what waits is written, and what was lost is said."""
     from mlxkv.cache.store import BlockStore
+    from mlxkv.engine.wiring import wire_weights
     from mlxkv.prompt_cache.block_cache import BlockCache
 
     with warnings_on(output):
+        wire_weights()
         cache = BlockCache(model.module, model.fields, BlockStore(config), name=model.name, kv_bits=kv_bits)
         if cache.uncached:
             output.warn(cache.uncached)

@@ -197,6 +197,7 @@ JSON_FIELDS: dict[str, dict[str, str]] = {
         "versions": "Python and the packages that matter",
         "machine": "CPU, cores, memory, system",
         "device": "what MLX computes on, and its limit",
+        "wired": "the most weights that are kept in memory: `wired_bytes`, and with 0 the `reason`; null without MLX",
         "blas": "the BLAS in use, and why",
         "cache": "the root: path, owner, mode, free disk",
         "open_files": "the limits in force",

@@ -31,6 +31,7 @@ from mlxkv.engine.request import Emit, Failed, Finished, Piece, Prefilled, Reque
 from mlxkv.engine.sampling import RowSampler, Sampled, sample_rows
 from mlxkv.engine.scheduler import Limits, Scheduler
 from mlxkv.engine.text import ReplyText
+from mlxkv.engine.wiring import UNWIRED, Wiring
 from mlxkv.models.computing import LOADING, computing, let_go
 from mlxkv.models.loader import LoadedModel, on_cpu
 from mlxkv.prompt_cache.batch import DecodeBatch
@@ -65,6 +66,7 @@ class Opened:
     cache: BlockCache
     limits: Limits
     chunk_tokens: int
+    wiring: Wiring = UNWIRED
 
 
 @dataclass(frozen=True)

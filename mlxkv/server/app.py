@@ -327,6 +327,7 @@ class _Routes:
                 "live_bytes": status.live_bytes,
                 "saved_bytes": status.saved_bytes,
                 "live_budget_bytes": engine.limits.memory_bytes,
+                "wired": asdict(engine.opened.wiring),
                 "evicted": dict(metrics.evicted),
                 "quarantined": metrics.quarantined,
                 "history": list(metrics.history),

