@@ -11,6 +11,9 @@ import pytest
 from rich.console import Console
 from talking import save_talking_model
 
+from mlxkv.budget.machines import RuntimeShare, this_cpu
+from mlxkv.budget.measured import remember
+from mlxkv.core.units import MIB
 from mlxkv.server.bench import own_server
 from mlxkv_cli.main import run
 from mlxkv_cli.top import screen
@@ -63,6 +66,15 @@ def test_every_request_has_its_line_on_the_terminal_and_in_the_log(url) -> None:
     assert [event["hot_tokens"] > 0 for event in requests] == [False, True]
     assert all(event["outline"] for event in requests)
     assert "a prompt of some length" not in (directory / "log").read_text()
+
+
+def test_a_server_says_that_its_runtime_share_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    remember(this_cpu(), RuntimeShare(bytes=MIB, model="tiny", hidden_size=64, step_tokens=256, date="2026-01-02"))
+    with own_server(str(save_talking_model(tmp_path / "talking")), tmp_path / "cache", []):
+        said = (tmp_path / "cache" / "serve.log").read_text()
+    assert "runtime share as measured on this machine: 1.00 MiB with tiny" in said
 
 
 def test_a_server_that_is_not_there_is_said_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,8 @@
 """Damaged files are noticed on this disk, and a codec that lets one through is noticed by the check."""
 
+import errno
+import os
+
 import numpy as np
 import pytest
 
@@ -33,6 +36,16 @@ def test_every_damage_on_this_disk_is_a_miss(tmp_path, check, set_aside, caplog)
 
 def test_whole_files_come_back(tmp_path):
     assert check_whole(tmp_path).verdict == "ok"
+
+
+def test_a_disk_that_is_full_fails_and_says_to_free_some(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(codec, "write_block", full)
+    found = check_whole(tmp_path)
+    assert (found.verdict, found.figures["restored_blocks"]) == ("fail", 0)
+    assert "Free some disk" in found.advice
 
 
 @pytest.mark.parametrize(("check", "set_aside"), ALL)

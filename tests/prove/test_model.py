@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from saved import save_model
 from tiny import ALL_TINY, tiny_llama, tiny_mamba2
@@ -13,9 +14,9 @@ from mlxkv.models.loader import load
 from mlxkv.prompt_cache import block_cache
 from mlxkv.prompt_cache.adapter import Adapter
 from mlxkv.prove import memory
-from mlxkv.prove.equality import check_equality
+from mlxkv.prove.equality import check_equality, compare
 from mlxkv.prove.memory import check_memory
-from mlxkv.prove.runs import Subject, make_prompt, run_apart, run_plain
+from mlxkv.prove.runs import Run, Subject, make_prompt, run_apart, run_plain
 from mlxkv.prove.speed import check_speed
 
 BLOCKS = 4
@@ -57,6 +58,24 @@ def test_models_with_windows_or_states_are_held_by_their_logits(kind, tmp_path):
     assert [check.verdict for check in found] == ["ok"] * 3, found
     assert all(check.figures["restored_tokens"] for check in found[1:])
     assert all(check.figures["state_equal"] is None for check in found)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["float16", "bfloat16"])
+def test_half_precision_is_equal_to_the_bit_too(subject, dtype):
+    subject.model.module.set_dtype(dtype)
+    found = check_equality(subject, apart=False)
+    assert [check.verdict for check in found] == ["ok"] * 3, found
+    assert all(check.figures["state_equal"] for check in found)
+    assert {check.figures["dtype"] for check in found} == {str(dtype).rpartition(".")[2]}
+
+
+@pytest.mark.parametrize(("apart", "verdict"), [(0.0, "ok"), (5e-4, "ok"), (5e-3, "fail"), (float("nan"), "fail")])
+def test_logits_are_equal_within_the_bound_or_fail_and_it_is_said_which(apart, verdict):
+    fresh = Run(np.array([[-1.0, 1.0]]), "state", 0, 0, 0.1, (), 0, 0.0)
+    found = compare("hot", replace(fresh, logits=fresh.logits + apart, hot_tokens=64), fresh, fresh, "float32")
+    assert found.verdict == verdict
+    assert ("logits equal to the bit" in found.said) == (apart == 0)
+    assert ("within 5e-04, where float32 allows 1e-03" in found.said) == (apart == 5e-4)
 
 
 def test_a_restore_that_changes_the_last_bit_of_one_value_fails(subject, monkeypatch):
