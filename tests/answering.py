@@ -28,8 +28,9 @@ from transformers import PreTrainedTokenizerFast
 
 from mlxkv.engine.engine import Engine
 from mlxkv.models.loader import LoadedModel
+from mlxkv.server.app import create_app
+from mlxkv.server.http.run import bound, server_of
 from mlxkv.server.monitoring.metrics import Metrics
-from mlxkv.server.run import bound, server_of
 from mlxkv.server.settings import Settings
 
 SCRIPTED_TEMPLATE = (
@@ -115,7 +116,7 @@ def served(
         bound(chosen) as listening,
     ):
         chosen = replace(chosen, port=listening.getsockname()[1])
-        server = server_of(started, chosen, metrics, drain_s=drain_s)
+        server = server_of(create_app(started, chosen, metrics), started, chosen, drain_s=drain_s)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="test-server", daemon=True)
         thread.start()
         wait_until(lambda: server.started)

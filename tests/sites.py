@@ -14,8 +14,8 @@ from serving import running, tiny_model
 
 from mlxkv.engine.engine import Engine
 from mlxkv.server.app import create_app
+from mlxkv.server.http.run import bound
 from mlxkv.server.monitoring.metrics import Metrics
-from mlxkv.server.run import bound
 from mlxkv.server.settings import Settings
 
 

@@ -97,8 +97,9 @@ def serve(
     from mlxkv.engine.wiring import wire_weights
     from mlxkv.models.loader import load
     from mlxkv.prompt_cache.block_cache import BlockCache, request_line
+    from mlxkv.server.app import create_app
+    from mlxkv.server.http.run import bound, serve
     from mlxkv.server.monitoring.metrics import Metrics
-    from mlxkv.server.run import bound, serve
     from mlxkv.server.settings import Settings
 
     output = Output()
@@ -147,7 +148,12 @@ def serve(
         greeting = _greeting(address, opened.model.name, bool(settings.api_keys))
         with _watched(engine, output, tui=tui, address=address, api_key=api_key[0] if api_key else None):
             lost = serve(
-                engine, settings, metrics, listening, drain_s=drain, on_listening=lambda: output.result(greeting)
+                create_app(engine, settings, metrics),
+                engine,
+                settings,
+                listening,
+                drain_s=drain,
+                on_listening=lambda: output.result(greeting),
             )
     if lost:
         output.warn(f"{lost} blocks did not reach the SSD and will be computed again")

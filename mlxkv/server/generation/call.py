@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from mlxkv.engine.engine import Engine
 from mlxkv.engine.request import Event, Failed, Finished, Piece, Request
-from mlxkv.server.monitoring.metrics import Metrics
+from mlxkv.server.http.stream import ClientGoneError, until_gone
 from mlxkv.server.settings import FIRST_PING_S, PING_S
-
-
-class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
 
 
 class Call:
     """Owner: the task of the HTTP request."""
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], metrics: Metrics) -> None:
-        """Queue every choice; `metrics` hears of the time between its tokens.
+    def __init__(self, engine: Engine, requests: Sequence[Request], between_tokens: Callable[[float], None]) -> None:
+        """Queue every choice; `between_tokens` hears of the seconds between two tokens of one.
 
         Raises:
             MlxkvError: the engine takes none of them.
         """
         self.requests = requests
         self._engine = engine
-        self._metrics = metrics
+        self._between_tokens = between_tokens
         self._last_token = [0.0] * len(requests)
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -51,7 +45,7 @@ class Call:
         if isinstance(event, Piece) and event.token is not None:
             before, now = self._last_token[choice], time.perf_counter()
             if before:
-                self._metrics.between_tokens(now - before)
+                self._between_tokens(now - before)
             self._last_token[choice] = now
         with suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(self._events.put_nowait, (choice, event))
@@ -92,7 +86,7 @@ class Call:
 
     async def collect(self, http: HttpRequest) -> AsyncIterator[tuple[int, Event]]:
         """`events` without pings, ended by `ClientGoneError` when the client hangs up."""
-        gone = asyncio.ensure_future(_until_gone(http.receive))
+        gone = asyncio.ensure_future(until_gone(http.receive))
         try:
             while self.is_open:
                 event = asyncio.ensure_future(self.next())
@@ -114,46 +108,3 @@ class Call:
         for choice in self._open:
             self._engine.cancel(self.requests[choice].id)
         self._open.clear()
-
-
-class EventStream(Response):
-    """A response of server-sent events. However it ends, its call is closed."""
-
-    def __init__(self, call: Call, frames: AsyncIterator[bytes]) -> None:
-        super().__init__(
-            headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type="text/event-stream"
-        )
-        self._call = call
-        self._frames = frames
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del scope
-        headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await _first_of(self._send_all(send), _until_gone(receive))
-        finally:
-            self._call.close()
-
-    async def _send_all(self, send: Send) -> None:
-        async for frame in self._frames:
-            await send({"type": "http.response.body", "body": frame, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _first_of(*work: Awaitable[None]) -> None:
-    """Run all until the first is done; end the others."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

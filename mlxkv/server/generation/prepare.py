@@ -1,14 +1,12 @@
-"""From either API's body to requests of the engine: messages to tokens, fields to sampling, formats to processors."""
+"""From messages or prompts to requests of the engine: rendered, made tokens, and held against the context."""
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,31 +14,17 @@ from transformers import PreTrainedTokenizerBase
 
 from mlxkv.blocklog.outline import Outliner
 from mlxkv.core.errors import MlxkvError, UsageError
-from mlxkv.engine.request import Processor, Record, Request, Sampling
+from mlxkv.engine.request import Record, Request, Sampling
 from mlxkv.engine.text import initial_state
 from mlxkv.models.chat import render, system_tokens
 from mlxkv.models.loader import LoadedModel
+from mlxkv.server.generation.wish import Wish
 from mlxkv.server.http.errors import RequestError
 from mlxkv.server.settings import Settings
 
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 """What a request may not set as a variable of the template: how it is rendered, and the template itself."""
 _tokenizing = threading.Lock()  # a Hugging Face tokenizer must not be used by two threads at once
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wish:
-    """What both APIs can ask for, in one form."""
-
-    max_tokens: int | None
-    sampling: Sampling
-    stop: tuple[str, ...] = ()
-    choices: int = 1
-    logprobs: int | None = None
-    salt: str = ""
-    store: bool = True
-    pin_s: float = 0.0
-    processors: Callable[[], list[Processor]] | None = None
 
 
 def chat_requests(
@@ -111,13 +95,6 @@ def count_tokens(
     """Tokens of a conversation as `chat_requests` would send it."""
     with _tokenizing:
         return len(_rendered(model, messages, tools, template))
-
-
-def salt_of(key_salt: str | None, asked: str | None) -> str:
-    """One salt of the caller's key and the salt that was asked for; no two pairs give the same."""
-    if not key_salt and not asked:
-        return ""
-    return hashlib.sha256(json.dumps([key_salt or "", asked or ""]).encode()).hexdigest()
 
 
 def _requests(

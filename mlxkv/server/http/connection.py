@@ -1,4 +1,4 @@
-"""One connection: uvicorn's, with a deadline for a request's headers and errors in the API's shape before any path."""
+"""One connection: uvicorn's, with a deadline for a request's headers and errors in JSON before any path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mlxkv.server.http.errors import error_body
+from mlxkv.server.http.errors import ErrorShape
 
 
 class Connection(H11Protocol):
@@ -49,7 +49,7 @@ class Connection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer is on its way already
             self.transport.close()
             return
-        body = json.dumps(error_body("", 400, f"{msg} Send HTTP/1.1 with headers under 64 KiB.")).encode()
+        body = json.dumps(ErrorShape().body(400, f"{msg} Send HTTP/1.1 with headers under 64 KiB.")).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")

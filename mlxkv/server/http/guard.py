@@ -16,12 +16,10 @@ from collections.abc import Iterable
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlxkv.server.http.errors import error_body
+from mlxkv.server.http.body import BodyError
+from mlxkv.server.http.errors import ErrorShapes
 from mlxkv.server.settings import MOST_HEADER_BYTES, Settings, is_loopback
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/"})
-"""Without a key; the page at `/` is files of the package and asks for the key it needs."""
-OPEN_PREFIX = "/static/"
 SALT = "mlxkv.salt"
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -32,9 +30,25 @@ _ALLOWED_HEADERS = "authorization, content-type, x-api-key, anthropic-version, a
 class Guard:
     """ASGI middleware. Puts the salt of the caller's key into the scope under `SALT`."""
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        shapes: ErrorShapes,
+        *,
+        open_paths: Iterable[str] = (),
+        open_folders: Iterable[str] = (),
+    ) -> None:
+        """Guard an application.
+
+        Args:
+            open_paths, open_folders: answered without a key.
+        """
         self._app = app
         self._settings = settings
+        self._shapes = shapes
+        self._open_paths = frozenset(open_paths)
+        self._open_folders = tuple(f"{folder}/" for folder in open_folders)
         own = _bracketed(settings.host)
         names = [*settings.allow_hosts, *((own,) if own not in ("0.0.0.0", "[::]") else ())]
         if is_loopback(settings.host) or own in ("0.0.0.0", "[::]"):
@@ -64,34 +78,36 @@ class Guard:
     def _refuse(self, scope: Scope, origin: str | None) -> Response | None:
         path = scope["path"]
         if sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > MOST_HEADER_BYTES:
-            return _error(path, 431, f"the headers are larger than {MOST_HEADER_BYTES:,} bytes", "headers_too_large")
+            return self._error(
+                path, 431, f"the headers are larger than {MOST_HEADER_BYTES:,} bytes", "headers_too_large"
+            )
         host = _only(scope, b"host")
         found = _HOST.fullmatch(host) if host else None
         if found is None or found[1].lower() not in self._hosts:
-            return _error(
+            return self._error(
                 path, 403, "this Host is not one of the server's names; add --allow-host NAME", "host_not_allowed"
             )
         if origin is not None and not self._is_own(origin, host or "", scope) and origin.lower() not in self._origins:
-            return _error(
+            return self._error(
                 path, 403, "pages of this Origin may not call; add --allow-origin ORIGIN", "origin_not_allowed"
             )
         if origin is None and _only(scope, b"sec-fetch-site") in ("cross-site", "same-site"):
-            return _error(path, 403, "a page of another site may not call", "origin_not_allowed")
+            return self._error(path, 403, "a page of another site may not call", "origin_not_allowed")
         if scope["method"] == "OPTIONS":
             return None
         if scope["method"] == "POST":
             kind = (_only(scope, b"content-type") or "").partition(";")[0].strip().lower()
             if kind != "application/json":
-                return _error(path, 415, "the body must be JSON; send Content-Type: application/json", "not_json")
+                return self._error(path, 415, "the body must be JSON; send Content-Type: application/json", "not_json")
             length = _only(scope, b"content-length") or "0"
             if not (length.isascii() and length.isdigit()):
-                return _error(path, 400, "Content-Length is no number", "bad_content_length")
+                return self._error(path, 400, "Content-Length is no number", "bad_content_length")
             if len(length) > 12 or int(length) > self._settings.most_body_bytes:
                 return self._too_large(path)
-        if self._salts and path not in OPEN_PATHS and not path.startswith(OPEN_PREFIX):
+        if self._salts and path not in self._open_paths and not path.startswith(self._open_folders):
             salt = self._salt_of(scope)
             if salt is None:
-                return _error(
+                return self._error(
                     path, 401, "the API key is missing or wrong; send Authorization: Bearer KEY", "invalid_api_key"
                 )
             scope[SALT] = salt
@@ -138,7 +154,11 @@ class Guard:
         return limited
 
     def _too_large(self, path: str) -> Response:
-        return _error(path, 413, _large(self._settings.most_body_bytes), "too_large")
+        return self._error(path, 413, _large(self._settings.most_body_bytes), "too_large")
+
+    def _error(self, path: str, status: int, message: str, code: str) -> Response:
+        headers = {"connection": "close"} if status in (408, 413) else {}
+        return JSONResponse(self._shapes.of(path).body(status, message, code=code), status, headers=headers)
 
     def _with_origin(self, send: Send, origin: str | None) -> Send:
         """`send` that lets a page of an allowed origin read the answer, and that tells browsers what a page may do."""
@@ -162,15 +182,6 @@ class Guard:
         return sending
 
 
-class BodyError(Exception):
-    """The body is too large or too slow."""
-
-    def __init__(self, status: int, message: str, code: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-
-
 def _only(scope: Scope, name: bytes) -> str | None:
     """The header's value; several of one name are joined, so that none of them can be the one that is checked."""
     values: Iterable[bytes] = (value for key, value in scope["headers"] if key == name)
@@ -188,8 +199,3 @@ def _bracketed(host: str) -> str:
 
 def _large(most: int) -> str:
     return f"the body is larger than {most:,} bytes; shorten the request"
-
-
-def _error(path: str, status: int, message: str, code: str) -> Response:
-    headers = {"connection": "close"} if status in (408, 413) else {}
-    return JSONResponse(error_body(path, status, message, code=code), status, headers=headers)

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from mlxkv.core.errors import UsageError
 from mlxkv.engine.engine import Engine
-from mlxkv.server.app import create_app
 from mlxkv.server.http.connection import Connection
-from mlxkv.server.monitoring.metrics import Metrics
 from mlxkv.server.settings import MOST_HEADER_BYTES, Settings
 
 KEEP_ALIVE_S = 30
@@ -43,9 +42,9 @@ def bound(settings: Settings) -> Iterator[socket.socket]:
 
 
 def serve(
+    app: ASGIApp,
     engine: Engine,
     settings: Settings,
-    metrics: Metrics,
     listening: socket.socket,
     *,
     drain_s: float,
@@ -59,14 +58,14 @@ def serve(
     Returns:
         How many blocks did not reach the SSD.
     """
-    server_of(engine, settings, metrics, drain_s=drain_s, on_listening=on_listening).run(sockets=[listening])
+    server_of(app, engine, settings, drain_s=drain_s, on_listening=on_listening).run(sockets=[listening])
     return engine.close(drain_s=drain_s)
 
 
 def server_of(
+    app: ASGIApp,
     engine: Engine,
     settings: Settings,
-    metrics: Metrics,
     *,
     drain_s: float,
     on_listening: Callable[[], None] = lambda: None,
@@ -74,7 +73,7 @@ def server_of(
     """The server that `serve` runs; it takes signals where it runs in the main thread."""
     connection = type("Connection", (Connection,), {"header_deadline_s": settings.read_deadline_s})
     config = uvicorn.Config(
-        create_app(engine, settings, metrics),
+        app,
         http=connection,
         ws="none",
         lifespan="off",

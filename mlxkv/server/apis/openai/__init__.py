@@ -1,0 +1,1 @@
+"""OpenAI's API: chat completions, completions of plain text, and the list of models."""
