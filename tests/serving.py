@@ -18,6 +18,7 @@ from tiny import ALL_TINY, build_tiny
 from mlxkv.cache.store import BlockStore
 from mlxkv.core.config import CacheConfig
 from mlxkv.core.units import GIB, MIB
+from mlxkv.engine.chunks import Chunks
 from mlxkv.engine.engine import Engine, Opened
 from mlxkv.engine.request import Failed, Finished, Piece, Request, Sampling
 from mlxkv.engine.scheduler import Limits
@@ -98,6 +99,7 @@ def running(
     cold: int = GIB,
     limits: Limits | None = None,
     chunk_tokens: int = 64,
+    chunks: Chunks | None = None,
     listener: Any = None,
     **options: Any,
 ) -> Iterator[Engine]:
@@ -108,7 +110,7 @@ def running(
         store = BlockStore(CacheConfig(directory=directory, hot_bytes=hot, cold_bytes=cold, floor_bytes=0))
         store.log.listener = listener
         cache = BlockCache(model.module, model.fields, store, name=model.name)
-        return Opened(model, cache, limits or Limits(), chunk_tokens)
+        return Opened(model, cache, limits or Limits(), chunks or Chunks.of(chunk_tokens))
 
     engine = Engine(open_model, **options)
     engine.start(SOON_S)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from mlxkv.cache.names import BLOCK_TOKENS
 from mlxkv.core.device import Advice
 from mlxkv.core.units import format_bytes
+from mlxkv.engine.chunks import LEAST_CHUNK_TOKENS
 from mlxkv.engine.scheduler import Limits
-
-LEAST_CHUNK_TOKENS = BLOCK_TOKENS
-"""The shortest `--prefill-chunk` that is taken."""
 
 
 def advice(limits: Limits, *, hot_bytes: int, chunk_tokens: int, decoding: bool) -> Advice:

@@ -27,6 +27,7 @@ from mlxkv.cache.names import BLOCK_TOKENS, BlockName, chain, pack
 from mlxkv.core.device import device_error, is_device_error
 from mlxkv.core.errors import BudgetError, DeviceError, MlxkvError
 from mlxkv.engine.advice import advice
+from mlxkv.engine.chunks import Chunks
 from mlxkv.engine.request import Emit, Failed, Finished, Piece, Prefilled, Request, Started
 from mlxkv.engine.sampling import RowSampler, Sampled, sample_rows
 from mlxkv.engine.scheduler import Limits, Scheduler
@@ -65,7 +66,7 @@ class Opened:
     model: LoadedModel
     cache: BlockCache
     limits: Limits
-    chunk_tokens: int
+    chunks: Chunks
     wiring: Wiring = UNWIRED
 
 
@@ -288,7 +289,7 @@ class Engine:
 
     def need_bytes(self, request: Request) -> int:
         """Bytes of keys, values and states that a request may come to hold by itself."""
-        return self.cache.layout.live_bytes(len(request.prompt) + request.max_tokens, self.opened.chunk_tokens)
+        return self.cache.layout.live_bytes(len(request.prompt) + request.max_tokens, self.opened.chunks.longest)
 
     def refuse(self) -> None:
         """Take no more requests; what was taken goes on."""
@@ -432,7 +433,7 @@ class Engine:
     def _prefill(self) -> None:
         """A chunk's worth of tokens of the prefilling requests that are restored; they take turns."""
         self._settle()
-        left = self.opened.chunk_tokens
+        left = longest = self.opened.chunks.longest
         for _ in range(len(self._prefilling)):
             live = self._prefilling[0]
             self._prefilling.rotate(-1)
@@ -454,7 +455,7 @@ class Engine:
                 self._end(live, error=error)
                 if self._failure is not None:
                     return
-        if left == self.opened.chunk_tokens and not self._rows:
+        if left == longest and not self._rows:
             time.sleep(RESTORING_S)  # every one of them waits for the SSD
 
     def _settle(self) -> None:
@@ -470,7 +471,7 @@ class Engine:
 
     def _told(self, error: Exception, *, decoding: bool) -> Exception:
         """What a request hears of an error: one of the device comes with the setting to change."""
-        hot_bytes, chunk = self.cache.store.hot.budget_bytes, self.opened.chunk_tokens
+        hot_bytes, chunk = self.cache.store.hot.budget_bytes, self.opened.chunks.longest
         known = advice(self.limits, hot_bytes=hot_bytes, chunk_tokens=chunk, decoding=decoding)
         failure = device_error(error, known)
         if failure is None:
@@ -489,8 +490,8 @@ class Engine:
 
     def _chunk_end(self, live: _Live) -> int:
         """Where the next chunk of a prompt ends: its last token is left for the decode step that all rows share."""
-        chunk, last = self.opened.chunk_tokens, live.prompt_tokens - 1
-        return min((live.at // chunk + 1) * chunk, last, max(live.sequence.next_stop(live.at), live.at))
+        last = live.prompt_tokens - 1
+        return min(self.opened.chunks.end(live.at), last, max(live.sequence.next_stop(live.at), live.at))
 
     def _chunk(self, live: _Live, stop: int) -> None:
         """Compute a prompt up to `stop`; after the last chunk it is decoded with the others."""

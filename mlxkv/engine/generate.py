@@ -11,13 +11,10 @@ import mlx.nn as nn
 
 from mlxkv.cache.block_log import RequestEvent
 from mlxkv.core.errors import UsageError
+from mlxkv.engine.chunks import Chunks, default_chunks
 from mlxkv.models.computing import computing
 from mlxkv.models.loader import on_cpu
 from mlxkv.prompt_cache.block_cache import BlockCache, CachedSequence
-
-CPU_CHUNK_TOKENS = 256
-GPU_CHUNK_TOKENS = 2048
-"""A CPU prefills small chunks faster (scores of a chunk stay in its caches); a GPU wants large ones."""
 
 Sampler = Callable[[mx.array], mx.array]
 """Log-probabilities [1, vocabulary] -> token [1]; one of mlx-lm's."""
@@ -59,7 +56,7 @@ def generate(
     max_tokens: int,
     sampler: Sampler,
     stop_tokens: frozenset[int] = frozenset(),
-    chunk_tokens: int | None = None,
+    chunk_tokens: int | Chunks | None = None,
     salt: str = "",
     marks: Sequence[int] = (),
     on_progress: Progress | None = None,
@@ -70,8 +67,8 @@ def generate(
     they fill, so an aborted request leaves its work behind.
 
     Args:
-        chunk_tokens: prompt tokens a step; chunks are cut at absolute multiples of it, so that a cold and a warm run
-            cut at the same places.
+        chunk_tokens: prompt tokens a step, or a plan of them by depth; chunks are cut at absolute multiples of it, so
+            that a cold and a warm run cut at the same places. None is `default_chunks`.
         marks: lengths of prefixes that other prompts may share; see `BlockCache.start`.
 
     Raises:
@@ -80,10 +77,10 @@ def generate(
     """
     if max_tokens < 1:
         raise UsageError(f"max tokens is {max_tokens}; ask for at least 1.")
-    chunk = chunk_tokens or (CPU_CHUNK_TOKENS if on_cpu() else GPU_CHUNK_TOKENS)
+    chunks = Chunks.of(chunk_tokens) if isinstance(chunk_tokens, int) else chunk_tokens or default_chunks()
     with computing():
         sequence = cache.start(prompt, salt=salt, marks=marks)
-    tokens = _run(module, sequence, prompt, max_tokens, sampler, stop_tokens, chunk, on_progress or _ignore)
+    tokens = _run(module, sequence, prompt, max_tokens, sampler, stop_tokens, chunks, on_progress or _ignore)
     return Generation(sequence, tokens)
 
 
@@ -94,11 +91,11 @@ def _run(
     max_tokens: int,
     sampler: Sampler,
     stop_tokens: frozenset[int],
-    chunk_tokens: int,
+    chunks: Chunks,
     on_progress: Progress,
 ) -> Iterator[int]:
     # An error while computing publishes nothing more of the sequence, unlike a run that is given up.
-    prefill(module, sequence, prompt, chunk_tokens, on_progress)
+    prefill(module, sequence, prompt, chunks, on_progress)
     with computing(failed=sequence.fail):
         token = _queue(module, sequence, mx.array(prompt[-1:]), sampler)
     ahead: mx.array | None = None
@@ -123,7 +120,7 @@ def _run(
 
 
 def prefill(
-    module: nn.Module, sequence: CachedSequence, prompt: Sequence[int], chunk_tokens: int, on_progress: Progress
+    module: nn.Module, sequence: CachedSequence, prompt: Sequence[int], chunks: Chunks, on_progress: Progress
 ) -> None:
     """Compute all prompt tokens but the last that are not held, and publish every full block as it is there."""
     started = time.perf_counter()
@@ -131,7 +128,7 @@ def prefill(
     at = first
     on_progress(at, len(prompt))
     while at < last:
-        stop = min((at // chunk_tokens + 1) * chunk_tokens, last, sequence.next_stop(at))
+        stop = min(chunks.end(at), last, sequence.next_stop(at))
         with computing(failed=sequence.fail):
             module(mx.array(prompt[at:stop])[None], cache=sequence.prompt_cache)
             mx.eval([cache.state for cache in sequence.prompt_cache])

@@ -27,8 +27,9 @@ from mlxkv.cache.store import BlockStore
 from mlxkv.core.config import CacheConfig
 from mlxkv.core.errors import MlxkvError
 from mlxkv.core.units import GIB
-from mlxkv.engine.generate import CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS, prefill
-from mlxkv.models.loader import LoadedModel, on_cpu
+from mlxkv.engine.chunks import default_chunks
+from mlxkv.engine.generate import prefill
+from mlxkv.models.loader import LoadedModel
 from mlxkv.prompt_cache.adapter import plain_prompt_cache
 from mlxkv.prompt_cache.block_cache import BlockCache
 
@@ -96,8 +97,8 @@ def affordable_blocks(model: LoadedModel) -> int:
 
 
 def chunk_tokens() -> int:
-    """The prefill step that `generate` takes here."""
-    return CPU_CHUNK_TOKENS if on_cpu() else GPU_CHUNK_TOKENS
+    """The longest prefill step that `generate` takes here."""
+    return default_chunks().longest
 
 
 def run_plain(model: LoadedModel, prompt: Sequence[int], *, steps: int = STEPS, state: bool = False) -> Run:
@@ -112,9 +113,11 @@ def run_plain(model: LoadedModel, prompt: Sequence[int], *, steps: int = STEPS, 
 
 def prefill_plain(model: LoadedModel, prompt_cache: Any, prompt: Sequence[int]) -> None:
     """All tokens but the last, cut where `prefill` cuts them."""
-    chunk, last = chunk_tokens(), len(prompt) - 1
-    for at in range(0, last, chunk):
-        model.module(mx.array(prompt[at : min(at + chunk, last)])[None], cache=prompt_cache)
+    chunks, at, last = default_chunks(), 0, len(prompt) - 1
+    while at < last:
+        stop = min(chunks.end(at), last)
+        model.module(mx.array(prompt[at:stop])[None], cache=prompt_cache)
+        at = stop
         mx.eval([cache.state for cache in prompt_cache])
         mx.synchronize()
 
@@ -126,7 +129,7 @@ def run_cached(
     started = time.perf_counter()
     sequence = cache.start(prompt, salt=salt)
     try:
-        prefill(model.module, sequence, prompt, chunk_tokens(), lambda *_: None)
+        prefill(model.module, sequence, prompt, default_chunks(), lambda *_: None)
         waited = time.perf_counter()
         whole = not (cache.layout.windows or cache.layout.states or cache.uncached)
         digest = state_digest(sequence.prompt_cache, len(prompt) - 1) if whole else ""

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from mlxkv.core.device import device_error, is_device_error
 from mlxkv.core.errors import BudgetError, DeviceError
-from mlxkv.engine.advice import LEAST_CHUNK_TOKENS, advice
+from mlxkv.engine.advice import advice
+from mlxkv.engine.chunks import LEAST_CHUNK_TOKENS
 from mlxkv.engine.scheduler import Limits
 from mlxkv.models.computing import IN_PYTHON, LOADING
 

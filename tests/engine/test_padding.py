@@ -21,6 +21,7 @@ from mlxkv.cache.layout import ArraySpec, Layout
 from mlxkv.cache.store import BlockStore
 from mlxkv.core.config import CacheConfig
 from mlxkv.core.units import GIB, MIB
+from mlxkv.engine.chunks import Chunks
 from mlxkv.engine.engine import Engine, Opened
 from mlxkv.engine.request import Piece, Request
 from mlxkv.engine.scheduler import Limits
@@ -87,7 +88,7 @@ def watched(
         model = tiny_model(name, None if config is None else build_tiny(ALL_TINY[name]() | config))
         store = BlockStore(CacheConfig(directory=directory, hot_bytes=64 * MIB, cold_bytes=GIB, floor_bytes=0))
         return Opened(model, BlockCache(model.module, model.fields, store, name=name, **cache), limits or Limits(),
-                      chunk_tokens)  # fmt: skip
+                      Chunks.of(chunk_tokens))  # fmt: skip
 
     engine = Watched(open_model)
     engine.start(60)

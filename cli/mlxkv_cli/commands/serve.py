@@ -62,7 +62,7 @@ def serve(
             "--prefill-chunk",
             metavar="TOKENS",
             min=64,
-            help="Prompt tokens a step. Without it, what is fast here and what memory allows.",
+            help="Prompt tokens a step, at most: fewer deep in a long prompt. Default: 2,048; 256 on a CPU.",
         ),
     ] = None,
     max_tokens: Annotated[
@@ -122,7 +122,7 @@ def serve(
         store.log.listener = metrics.on_event
         cache = BlockCache(loaded.module, loaded.fields, store, name=loaded.name, kv_bits=kv_bits)
         limits = Limits(sequences=sequences, queue=queue, memory_bytes=memory or shares.live_bytes)
-        return Opened(loaded, cache, limits, shares.chunk_tokens, wiring)
+        return Opened(loaded, cache, limits, shares.chunks, wiring)
 
     def told(event: RequestEvent) -> None:
         if not tui:
@@ -141,7 +141,7 @@ def serve(
         output.say(
             f"mlxkv: {opened.model.name}; hot tier {format_bytes(opened.cache.store.hot.budget_bytes)},"
             f" running sequences {format_bytes(opened.limits.memory_bytes or 0)},"
-            f" prefill chunk {opened.chunk_tokens:,} tokens; {opened.wiring}",
+            f" prefill chunk {opened.chunks}; {opened.wiring}",
             "dim",
         )
         address = f"http://{'[' + host + ']' if ':' in host else host}:{settings.port}"
