@@ -89,7 +89,7 @@ def make_prompt(model: LoadedModel, blocks: int) -> tuple[int, ...]:
 
 
 def affordable_blocks(model: LoadedModel) -> int:
-    """How long a prompt may be for everything to end in time here, from the better of two short prefills; it warms up as well."""
+    """How long a prompt may be for everything to end in time here, by the better of two prefills; it warms up too."""
     prompt = make_prompt(model, 1)
     run_plain(model, prompt[:_WARM_TOKENS], steps=1)
     tokens_per_s = _MEASURED_TOKENS / min(run_plain(model, prompt, steps=1).first_token_s for _ in range(2))
