@@ -92,6 +92,7 @@ class ColdTier:
         self._writes_since_measure = 0
         self._retry_at = 0.0
         self._retry_s = FIRST_RETRY_S
+        self.when_offline: Callable[[], object] = lambda: None
         self._warned: set[str] = set()
 
     # opening, failing, recovering
@@ -159,7 +160,12 @@ class ColdTier:
 
     @property
     def wants_retry(self) -> bool:
-        return self.offline not in (None, "closed") and time.monotonic() >= self._retry_at
+        return self.retry_in_s == 0
+
+    @property
+    def retry_in_s(self) -> float | None:
+        """After how many seconds to try again; None when there is nothing to try."""
+        return None if self.offline in (None, "closed") else max(self._retry_at - time.monotonic(), 0.0)
 
     # reads, from any thread
 
@@ -640,6 +646,7 @@ class ColdTier:
         self.offline = text
         self._retry_at = time.monotonic() + (0 if retry_now else self._retry_s)
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+        self.when_offline()
 
     def _works(self) -> None:
         """A block was written: what was wrong is over, and worth another warning when it comes back."""

@@ -19,7 +19,6 @@ from mlxkv.cache.layout import Layout
 from mlxkv.core.errors import CacheRootError
 
 READERS = 3
-_IDLE_S = 0.5
 
 logger = logging.getLogger("mlxkv")
 
@@ -41,6 +40,7 @@ class Mover:
         self.queued_bytes = 0
         self._cold = cold
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        cold.when_offline = lambda: self._work.put(_nothing)  # or the writer would sleep through the next try
         self._done: queue.SimpleQueue[Offloaded] = queue.SimpleQueue()
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="mlxkv-read")
         self._writer = threading.Thread(target=self._run, name="mlxkv-write", daemon=True)
@@ -90,9 +90,9 @@ class Mover:
     def _run(self) -> None:
         while True:
             try:
-                work = self._work.get(timeout=_IDLE_S)
+                work = self._work.get(timeout=self._cold.retry_in_s)
             except queue.Empty:
-                work = self._cold.retry if self._cold.wants_retry else _nothing
+                work = self._cold.retry
             if work is None:
                 return
             try:

@@ -38,7 +38,7 @@ from mlxkv.models.loader import LoadedModel, on_cpu
 from mlxkv.prompt_cache.batch import DecodeBatch
 from mlxkv.prompt_cache.block_cache import BlockCache, CachedSequence
 
-IDLE_S, RESTORING_S = 0.05, 0.001
+RESTORING_S = 0.001
 CLEAR_EVERY_STEPS = 256
 RESTART_S = 1.0
 RESTARTS = 1
@@ -380,15 +380,19 @@ class Engine:
         return True
 
     def _take(self) -> None:
-        """Do what other threads asked for; wait a moment where there is nothing else to do."""
+        """Do what other threads asked for; where there is nothing else to do, wait for it or for a pin to expire."""
         idle = not (self._prefilling or self._rows or self._scheduler.queue)
         try:
             if idle and self._deadline is None:
-                self._inbox.get(timeout=IDLE_S)()
+                self._inbox.get(timeout=self._until_a_pin_expires())()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:
             return
+
+    def _until_a_pin_expires(self) -> float | None:
+        first = min((until for until, _ in self._pins), default=None)
+        return None if first is None else max(first - time.monotonic(), 0.0)
 
     def _drain_until(self, deadline: float) -> None:
         self._deadline = deadline

@@ -278,8 +278,11 @@ def test_pinned_blocks_outlive_others_and_are_let_go_in_time(tmp_path: Path) -> 
             ask(engine, some_tokens(256, seed=seed), 2)
         assert ask(engine, prompt, 2).finished.cached_tokens == 255
         assert engine.call(engine.cache.store.pins) > 0
-        engine._pins = [(0.0, unpin) for _, unpin in engine._pins]
-        until(lambda: not engine._pins)
+
+        def come_due() -> None:
+            engine._pins = [(0.0, unpin) for _, unpin in engine._pins]
+
+        engine.call(come_due)
         assert engine.call(engine.cache.store.pins) == 0
 
 

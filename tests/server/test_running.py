@@ -228,8 +228,12 @@ def test_a_pinned_prompt_is_not_evicted_and_one_without_store_leaves_nothing(tmp
         for letter in "abcdefghijkl":
             cached(letter * 256)
         assert cached("p" * 256) == 255
-        server.engine._pins = [(0.0, unpin) for _, unpin in server.engine._pins]
-        wait_until(lambda: not server.engine._pins)
+
+        def come_due() -> None:
+            server.engine._pins = [(0.0, unpin) for _, unpin in server.engine._pins]
+
+        server.engine.call(come_due)
+        assert server.engine.call(server.engine.cache.store.pins) == 0
 
 
 # a process of its own

@@ -41,7 +41,6 @@ from driving import (
 from tiny import build_tiny, tiny_llama
 
 from mlxkv.cache import cold as cold_module
-from mlxkv.cache import mover as mover_module
 from mlxkv.cache import store as store_module
 from mlxkv.cache.codec import inspect
 from mlxkv.cache.cold import QUARANTINE, ColdTier, absent_mount_point
@@ -74,7 +73,6 @@ def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """The waits before another try, shortened."""
     monkeypatch.setattr(cold_module, "FIRST_RETRY_S", 0.05)
     monkeypatch.setattr(cold_module, "LAST_RETRY_S", 0.1)
-    monkeypatch.setattr(mover_module, "_IDLE_S", 0.02)
     monkeypatch.setattr(store_module, "REFUSED_PAUSE_S", 0.0)
 
 
