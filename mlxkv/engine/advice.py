@@ -8,17 +8,17 @@ from mlxkv.engine.chunks import LEAST_CHUNK_TOKENS
 from mlxkv.engine.scheduler import Limits
 
 
-def advice(limits: Limits, *, hot_bytes: int, chunk_tokens: int, decoding: bool) -> Advice:
+def advice(limits: Limits, *, hot_bytes: int, chunk_tokens: int | None) -> Advice:
     """What to lower, by what went wrong; a setting that is at its least already is not named.
 
     Args:
-        decoding: it went wrong in a step of all rows, not in a chunk of one prompt.
+        chunk_tokens: length of the chunk that went wrong, shorter deep in a prompt; None for a step of all rows.
     """
     memory = "--memory" if limits.memory_bytes is None else f"--memory (now {format_bytes(limits.memory_bytes)})"
     hot = f"--hot (now {format_bytes(hot_bytes)})" if hot_bytes else ""
     rows = f"--sequences (now {limits.sequences})" if limits.sequences > 1 else ""
-    chunk = f"--prefill-chunk (now {chunk_tokens:,})" if chunk_tokens > LEAST_CHUNK_TOKENS else ""
-    work = _lower(rows if decoding else chunk)
+    chunk = f"--prefill-chunk below {chunk_tokens:,}" if (chunk_tokens or 0) > LEAST_CHUNK_TOKENS else ""
+    work = _lower(rows if chunk_tokens is None else chunk)
     return {"memory": _lower(memory, hot, rows), "array": work, "count": _lower(hot, rows), "time": work}
 
 

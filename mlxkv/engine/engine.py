@@ -421,7 +421,7 @@ class Engine:
                 self._prefilling.append(self._begin(asked))
             except Exception as error:  # noqa: BLE001 - ends this request alone
                 self._scheduler.ended(self.need_bytes(asked.request))
-                asked.emit(Failed(self._told(error, decoding=False)))
+                asked.emit(Failed(self._told(error, at=0)))
 
     def _begin(self, asked: _Asked) -> _Live:
         request = asked.request
@@ -473,10 +473,14 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - a step is one for all rows: it ends them, and nothing else
             self._end_rows(error)
 
-    def _told(self, error: Exception, *, decoding: bool) -> Exception:
-        """What a request hears of an error: one of the device comes with the setting to change."""
-        hot_bytes, chunk = self.cache.store.hot.budget_bytes, self.opened.chunks.longest
-        known = advice(self.limits, hot_bytes=hot_bytes, chunk_tokens=chunk, decoding=decoding)
+    def _told(self, error: Exception, *, at: int | None) -> Exception:
+        """What a request hears of an error: one of the device comes with the setting to change.
+
+        Args:
+            at: where in its prompt it was; None when it was decoded with the others.
+        """
+        chunk = None if at is None else self.opened.chunks.at(at)
+        known = advice(self.limits, hot_bytes=self.cache.store.hot.budget_bytes, chunk_tokens=chunk)
         failure = device_error(error, known)
         if failure is None:
             return error
@@ -680,7 +684,7 @@ class Engine:
         if self._on_request is not None:
             self._on_request(event)
         if error is not None:
-            live.asked.emit(Failed(self._told(error, decoding=live.at == live.prompt_tokens)))
+            live.asked.emit(Failed(self._told(error, at=live.at if live.at < live.prompt_tokens else None)))
             return failure
         stopped = bool(live.output) and live.output[-1] in self.model.tokenizer.eos_token_ids
         if rest := live.text.finish():

@@ -75,17 +75,16 @@ def test_what_would_only_fail_again_is_not_to_be_sent_again():
     sequences=st.integers(1, 4),
     memory=st.none() | st.integers(1, 2**40),
     hot=st.integers(0, 2**40),
-    chunk=st.integers(LEAST_CHUNK_TOKENS, 4096),
-    decoding=st.booleans(),
+    chunk=st.none() | st.integers(LEAST_CHUNK_TOKENS, 4096),
 )
-def test_a_server_names_settings_that_can_be_lowered(sequences, memory, hot, chunk, decoding):
-    known = advice(Limits(sequences, 8, memory), hot_bytes=hot, chunk_tokens=chunk, decoding=decoding)
+def test_a_server_names_settings_that_can_be_lowered(sequences, memory, hot, chunk):
+    known = advice(Limits(sequences, 8, memory), hot_bytes=hot, chunk_tokens=chunk)
     assert set(known) == set(IN_PYTHON) == set(LOADING)
     said = " ".join(known.values())
     assert "--memory" in known["memory"]
     assert ("--hot" in said) == (hot > 0)
     assert ("--sequences" in known["memory"]) == (sequences > 1)
-    assert ("--prefill-chunk" in said) == (not decoding and chunk > LEAST_CHUNK_TOKENS)
+    assert ("--prefill-chunk" in said) == (chunk is not None and chunk > LEAST_CHUNK_TOKENS)
     assert known["time"] == known["array"]
-    assert ("--sequences" in known["time"]) == (decoding and sequences > 1)
+    assert ("--sequences" in known["time"]) == (chunk is None and sequences > 1)
     assert all(text.endswith("send a shorter prompt") for text in known.values())

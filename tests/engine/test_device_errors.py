@@ -21,6 +21,7 @@ from mlxkv.core.config import CacheConfig
 from mlxkv.core.errors import DeviceError
 from mlxkv.core.units import GIB, MIB
 from mlxkv.engine.chat import Chat, Sampling
+from mlxkv.engine.chunks import Chunks
 from mlxkv.engine.engine import Engine
 from mlxkv.engine.generate import generate
 from mlxkv.engine.request import Failed, Request
@@ -129,8 +130,14 @@ def test_a_failed_chunk_ends_its_request_alone(tmp_path: Path) -> None:
                     raise RuntimeError(TOO_SLOW)
 
             patch.setattr(mx, "eval", failing)
-            assert "--prefill-chunk (now 512)" in str(told(fails.wait()))
+            assert "--prefill-chunk below 512" in str(told(fails.wait()))
         assert other.wait().tokens == want
+
+
+def test_deep_in_a_prompt_the_chunk_to_shorten_is_the_one_that_failed(device: Device, tmp_path: Path) -> None:
+    with running(tiny_model, tmp_path, chunks=Chunks(((0, 512), (512, 128)))) as engine:
+        arm(engine, device, 6, said=TOO_SLOW)
+        assert "lower --prefill-chunk below 128, or" in str(told(ask(engine, some_tokens(1000, 8))))
 
 
 def test_memory_is_let_go_while_the_error_is_still_held(device: Device, tmp_path: Path) -> None:

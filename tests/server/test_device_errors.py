@@ -20,8 +20,8 @@ from mlxkv.engine.scheduler import Limits
 TEXT = "a prompt of some length, so that it takes more than one chunk; " * 4
 SAID = {
     "memory": (OUT_OF_MEMORY, r"--memory \(now 1.00 GiB\), --hot \(now 64.00 MiB\) or --sequences \(now 4\)"),
-    "array": (TOO_LONG, r"--prefill-chunk \(now 128\)"),
-    "time": (TOO_SLOW, r"--prefill-chunk \(now 128\)"),
+    "array": (TOO_LONG, r"--prefill-chunk below 128"),
+    "time": (TOO_SLOW, r"--prefill-chunk below 128"),
 }
 CODES = {kind: f"device_{kind}" for kind in SAID}
 
